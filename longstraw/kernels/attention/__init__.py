@@ -1,0 +1,16 @@
+"""Attention of packed branches over a shared, paged prefix and over each branch's own causal rows."""
+
+from longstraw.kernels.attention.ops import AttentionOps, choose_ops
+from longstraw.kernels.attention.paged import PrefixPages, keep_state_only, paged_attention
+from longstraw.kernels.attention.rows import KvBlock, KvGradient, kv_views
+
+__all__ = [
+    "AttentionOps",
+    "KvBlock",
+    "KvGradient",
+    "PrefixPages",
+    "choose_ops",
+    "keep_state_only",
+    "kv_views",
+    "paged_attention",
+]

@@ -1,0 +1,176 @@
+"""Attention over pages as one autograd function: its backward streams the same pages again."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from longstraw.kernels.attention.merge import PartialMerge
+from longstraw.kernels.attention.ops import AttentionOps
+from longstraw.kernels.attention.rows import KvBlock, kv_views
+
+
+class PrefixPages(Protocol):
+    """A layer's view of the pages for one pass. Blocks come in token order, each valid until the next is asked for."""
+
+    def forward_blocks(self) -> Generator[KvBlock]:
+        """The prefix's blocks, without gradients."""
+        ...
+
+    def backward_blocks(self) -> Generator[KvBlock]:
+        """The prefix's blocks again, with where their gradients go (or None)."""
+        ...
+
+    def own_gradient(self) -> Generator[Tensor]:
+        """The gradient [S, 2 * num_kv_heads * head_dim] that later tokens sent to this pass's own rows: one or none."""
+        ...
+
+    def kept_output(self) -> tuple[Tensor, Tensor] | None:
+        """This layer's output and log-sum-exp if they are already known (a recomputation), else None."""
+        ...
+
+    def keep_output(self, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
+        """Told of the output that was just computed."""
+        ...
+
+
+def paged_attention(
+    q_BHSD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    *,
+    lengths: Sequence[int],
+    pages: PrefixPages,
+    ops: AttentionOps,
+    scale: float,
+) -> Tensor:
+    """Attention of packed branches over the prefix on pages and over each branch's own causal rows.
+
+    Partial outputs are merged in float32 (float64 for float64 inputs); backward takes the merged output and
+    log-sum-exp, adds the prefix's dK and dV into the gradient pages, and adds to the own rows' gradient what later
+    passes left for them on gradient pages.
+
+    Args:
+        q_BHSD: [1, num_heads, S, head_dim], the branches one after another along S.
+        k_BKSD, v_BKSD: [1, num_kv_heads, S, head_dim].
+        lengths: tokens of each branch; they add up to S.
+        pages: the prefix.
+        ops: the attention ops to use for every block.
+        scale: factor of the scores.
+
+    Returns:
+        [1, num_heads, S, head_dim] in the dtype of `q_BHSD`.
+    """
+    assert sum(lengths) == q_BHSD.shape[2] and q_BHSD.shape[0] == 1, (lengths, q_BHSD.shape)
+    return _PagedAttention.apply(q_BHSD, k_BKSD, v_BKSD, tuple(lengths), pages, ops, scale)
+
+
+def keep_state_only(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, pages: PrefixPages) -> Tensor:
+    """The attention of a layer whose output nobody reads: zeros out, while K and V still receive their gradient.
+
+    True of the last layer when only the prompt's state is wanted, in capture and in the sweep.
+    """
+    return _StateOnly.apply(q_BHSD, k_BKSD, v_BKSD, pages)
+
+
+def _branches(lengths: Sequence[int]) -> list[slice]:
+    slices, start = [], 0
+    for length in lengths:
+        slices.append(slice(start, start + length))
+        start += length
+    return slices
+
+
+def _own_forward(
+    ops: AttentionOps, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    parts = [
+        ops.forward(q[:, :, rows], k[:, :, rows], v[:, :, rows], causal=True, scale=scale)
+        for rows in _branches(lengths)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
+
+
+class _PagedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: tuple[int, ...],
+        pages: PrefixPages,
+        ops: AttentionOps,
+        scale: float,
+    ) -> Tensor:
+        known = pages.kept_output()
+        if known is None:
+            merge = PartialMerge()
+            with closing(pages.forward_blocks()) as blocks:
+                for block in blocks:
+                    prefix_k, prefix_v = kv_views(block.rows_TC, k.shape[1], k.shape[3])
+                    merge.add(*ops.forward(q, prefix_k, prefix_v, causal=False, scale=scale))
+            merge.add(*_own_forward(ops, q, k, v, lengths, scale))
+            out, lse = merge.result(q.dtype)
+            pages.keep_output(out, lse)
+        else:
+            out, lse = known
+        # A kept tensor must not become this node's output itself: autograd would hang the graph on it.
+        out = out.detach()
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.lengths, ctx.pages, ctx.ops, ctx.scale = lengths, pages, ops, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, lse = ctx.saved_tensors
+        ops: AttentionOps = ctx.ops
+        wide = lse.dtype
+        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+        with closing(ctx.pages.backward_blocks()) as blocks:
+            for block in blocks:
+                prefix_k, prefix_v = kv_views(block.rows_TC, k.shape[1], k.shape[3])
+                dq_part, dk_part, dv_part = ops.backward(
+                    grad, q, prefix_k, prefix_v, out, lse, causal=False, scale=ctx.scale
+                )
+                dq += dq_part
+                if block.gradient is not None:
+                    block.gradient.add(dk_part, dv_part)
+        dk = torch.empty(k.shape, dtype=wide, device=k.device)
+        dv = torch.empty(v.shape, dtype=wide, device=v.device)
+        for rows in _branches(ctx.lengths):
+            dq_part, dk[:, :, rows], dv[:, :, rows] = ops.backward(
+                grad[:, :, rows], q[:, :, rows], k[:, :, rows], v[:, :, rows], out[:, :, rows], lse[:, :, rows],
+                causal=True, scale=ctx.scale,
+            )  # fmt: skip
+            dq[:, :, rows] += dq_part
+        _add_own_gradient(ctx.pages, dk, dv)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+
+
+class _StateOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pages: PrefixPages) -> Tensor:
+        ctx.pages, ctx.like = pages, (k.shape, k.dtype, k.device)
+        return torch.zeros_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        shape, dtype, device = ctx.like
+        dk, dv = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        _add_own_gradient(ctx.pages, dk, dv)
+        return None, dk, dv, None
+
+
+def _add_own_gradient(pages: PrefixPages, dk: Tensor, dv: Tensor) -> None:
+    with closing(pages.own_gradient()) as gradients:
+        for rows_SC in gradients:
+            k_rows, v_rows = kv_views(rows_SC, dk.shape[1], dk.shape[3])
+            dk += k_rows
+            dv += v_rows

@@ -1,0 +1,70 @@
+"""Block-wise log-probs against the whole logit matrix, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longstraw.kernels.logprobs import head_logprobs, module_logprobs
+from longstraw.kernels.logprobs.naive import naive_logprobs
+
+TOKENS, HIDDEN, VOCABULARY = 23, 12, 41
+
+
+def inputs(bias: bool) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=bias).double()
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    return head, hidden, torch.randint(VOCABULARY, (TOKENS,)), torch.randn(TOKENS, 2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("block", [1, 7, 23, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("generic", [False, True])
+def test_values_and_gradients(block: int, temperature: float, bias: bool, entropy: bool, generic: bool) -> None:
+    head, hidden, targets, grad = inputs(bias)
+    if generic:
+        got = module_logprobs(head, hidden, targets, temperature=temperature, block_tokens=block, entropy=entropy)
+    else:
+        got = head_logprobs(
+            hidden, head.weight, head.bias, targets, temperature=temperature, block_tokens=block, entropy=entropy
+        )
+    leaves = [hidden, *head.parameters()]
+    got_grads = torch.autograd.grad(got, leaves, grad)
+    chosen, spread = naive_logprobs(head(hidden), targets, temperature)
+    torch.testing.assert_close(got[:, 0], chosen)
+    total = (chosen * grad[:, 0]).sum()
+    if entropy:
+        torch.testing.assert_close(got[:, 1], spread)
+        total = total + (spread * grad[:, 1]).sum()
+    else:
+        assert not got[:, 1].any()
+    for g, want in zip(got_grads, torch.autograd.grad(total, leaves), strict=True):
+        torch.testing.assert_close(g, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("generic", [False, True])
+def test_no_tokens_by_vocabulary_matrix_is_saved(generic: bool) -> None:
+    head, hidden, targets, _ = inputs(bias=False)
+    saved: list[int] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        if generic:
+            module_logprobs(head, hidden, targets, temperature=1.0, block_tokens=4, entropy=True)
+        else:
+            head_logprobs(hidden, head.weight, None, targets, temperature=1.0, block_tokens=4, entropy=True)
+    assert max(saved, default=0) < TOKENS * VOCABULARY
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    head, hidden, targets, grad = inputs(bias=False)
+    head.weight.requires_grad_(False)
+    out = head_logprobs(hidden, head.weight, None, targets, temperature=1.0, block_tokens=5, entropy=False)
+    out.backward(grad)
+    assert head.weight.grad is None and hidden.grad is not None
