@@ -1,0 +1,156 @@
+"""The host tier: exact-size arenas of host memory, page-locked for CUDA, copied on two side streams."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+
+from longstraw.errors import CapacityError
+from longstraw.pagers.arena import REGISTER_BYTES, HostArena
+from longstraw.pagers.extents import ExtentAllocator
+from longstraw.pagers.protocol import Extent
+from longstraw.pagers.transfer import DoneTransfer, EventTransfer, Transfer
+from longstraw.resident.placement import format_bytes
+
+
+class HostPager:
+    """`budget` bytes of host memory.
+
+    Each growth step is one arena of exactly the missing bytes; arenas stay between transactions, because
+    locking memory is slow. On a CPU the rows are used where they lie. On CUDA they are copied on one stream
+    each way.
+    """
+
+    kind: Literal["host"] = "host"
+
+    def __init__(self, budget: int, device: torch.device, name: str = "host") -> None:
+        self.name = name
+        self.device = device
+        self.budget = budget
+        self.peak = 0
+        self._extents = ExtentAllocator()
+        self._arenas: dict[int, HostArena] = {}  # by offset, ascending
+        self._starts: list[int] = []
+        self._in: torch.cuda.Stream | None = None
+        self._out: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    @property
+    def used(self) -> int:
+        """Bytes allocated now."""
+        return self._extents.used
+
+    def grow_to(self, nbytes: int) -> None:
+        missing = nbytes - self._extents.capacity
+        if missing > 0:
+            self._grow(missing)
+
+    def _grow(self, nbytes: int) -> None:
+        while self._extents.capacity + nbytes > self.budget and self._drop_empty():
+            pass
+        if self._extents.capacity + nbytes > self.budget:
+            raise CapacityError(
+                f"tier {self.name}: {format_bytes(nbytes)} asked for in one piece, "
+                f"{format_bytes(self.used)} of {format_bytes(self.budget)} used, the largest hole is {format_bytes(self.largest_free())}; "
+                "raise its tiers[i].budget"
+            )
+        arena = HostArena(nbytes, self.device)
+        start = self._extents.add_region(nbytes)
+        self._arenas[start] = arena
+        self._starts = list(self._arenas)
+
+    def _drop_empty(self) -> bool:
+        """Give back one arena that holds nothing; says whether there was one."""
+        for start, arena in self._arenas.items():
+            if self._extents.drop_region(start, arena.memory.numel()):
+                self._synchronize()
+                arena.close()
+                del self._arenas[start]
+                self._starts = list(self._arenas)
+                return True
+        return False
+
+    def largest_free(self) -> int:
+        return self._extents.largest_free()
+
+    def allocate(self, nbytes: int) -> Extent:
+        offset = self._extents.allocate(nbytes)
+        if offset is None:
+            self._grow(nbytes)
+            offset = self._extents.allocate(nbytes)
+            assert offset is not None
+        self.peak = max(self.peak, self.used)
+        return Extent(self.name, offset, nbytes)
+
+    def free(self, extent: Extent) -> None:
+        self._extents.free(extent.offset, extent.nbytes)
+
+    def view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor | None:
+        return None if self.device.type == "cuda" else self._bytes(extent, offset, nbytes)
+
+    def _bytes(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
+        start = self._starts[bisect_right(self._starts, extent.offset) - 1]
+        at = extent.offset + offset - start
+        return self._arenas[start].memory[at : at + nbytes]
+
+    def read(
+        self, extent: Extent, offset: int, target: torch.Tensor, after: Sequence[Transfer] = ()
+    ) -> Transfer:
+        return self._copy(self._in, target, self._bytes(extent, offset, target.numel()), after)
+
+    def write(
+        self, extent: Extent, offset: int, source: torch.Tensor, after: Sequence[Transfer] = ()
+    ) -> Transfer:
+        return self._copy(self._out, self._bytes(extent, offset, source.numel()), source, after)
+
+    def _copy(
+        self,
+        stream: torch.cuda.Stream | None,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Transfer],
+    ) -> Transfer:
+        for transfer in after:
+            transfer.order(stream)
+        if stream is None:
+            target.copy_(source)
+            return DoneTransfer(target.numel())
+        with torch.cuda.stream(stream):
+            for low, high in self._unbroken(target if target.device.type == "cpu" else source):
+                target[low:high].copy_(source[low:high], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return EventTransfer(target.numel(), event, self.device)
+
+    def _unbroken(self, host: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """Cut a range of an arena where one registered slice ends: CUDA refuses to copy across."""
+        low, size, at = 0, host.numel(), int(host.storage_offset())
+        while low < size:
+            high = min(size, (at + low) // REGISTER_BYTES * REGISTER_BYTES + REGISTER_BYTES - at)
+            yield low, high
+            low = high
+
+    def _synchronize(self) -> None:
+        for stream in (self._in, self._out):
+            if stream is not None:
+                stream.synchronize()
+
+    def describe(self) -> str:
+        how = "page-locked, copied" if self.device.type == "cuda" else "used in place"
+        size = format_bytes(self._extents.capacity)
+        return (
+            f"{self.name}: {format_bytes(self.budget)} of host memory, "
+            f"{size} in {len(self._arenas)} arenas, {how}"
+        )
+
+    def close(self) -> None:
+        self._synchronize()
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+        self._starts = []
+        self._extents = ExtentAllocator()

@@ -1,0 +1,27 @@
+"""Who owns the prompt's state: kinds of state, pages and their moves, placement over tiers, leases."""
+
+from longstraw.resident.lease import Access, Lease, LeasePhase
+from longstraw.resident.page import MOVES, Page, PageState
+from longstraw.resident.placement import PlacedRun, Reservation, TierBudget, place
+from longstraw.resident.segment import Run, Segment
+from longstraw.resident.state import Field, State, StateKind
+from longstraw.resident.store import PageStore
+
+__all__ = [
+    "MOVES",
+    "Access",
+    "Field",
+    "Lease",
+    "LeasePhase",
+    "Page",
+    "PageState",
+    "PageStore",
+    "PlacedRun",
+    "Reservation",
+    "Run",
+    "Segment",
+    "State",
+    "StateKind",
+    "TierBudget",
+    "place",
+]
