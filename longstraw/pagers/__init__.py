@@ -2,6 +2,7 @@
 
 from longstraw.pagers.device import DevicePager
 from longstraw.pagers.host import HostPager
+from longstraw.pagers.nvme import NvmePager
 from longstraw.pagers.protocol import Extent, Pager
 from longstraw.pagers.staging import Slot, StagingPool
 from longstraw.pagers.stream import PageStream, Request
@@ -11,6 +12,7 @@ __all__ = [
     "DevicePager",
     "Extent",
     "HostPager",
+    "NvmePager",
     "PageStream",
     "Pager",
     "Request",

@@ -16,7 +16,8 @@ REGISTER_BYTES = 1 << 30
 
 
 class HostArena:
-    """`nbytes` of host memory as a uint8 tensor, `memory`.
+    """`nbytes` of host memory as a uint8 tensor, `memory`, and the same bytes for Python's own calls,
+    `bytes`.
 
     With a CUDA device it is page-locked: mapped, faulted in, and registered slice by slice. torch's own
     pinned allocator is not used because it rounds sizes up to powers of two. Raises `CapacityError` if the
@@ -33,6 +34,7 @@ class HostArena:
                 f"the machine does not give {format_bytes(nbytes)} of host memory ({cause}); "
                 "lower the host tier's tiers[i].budget"
             ) from cause
+        self.bytes = memoryview(mapping)
         with torch.inference_mode(False):
             self.memory = torch.frombuffer(mapping, dtype=torch.uint8)
         if device.type == "cuda":
@@ -57,8 +59,9 @@ class HostArena:
                     self.close()
                     raise CapacityError(
                         f"CUDA did not lock {format_bytes(self.memory.numel())} of host memory "
-                        f"(error {status} at {format_bytes(start)}); lower the host tier's tiers[i].budget, or raise the "
-                        "limit of locked memory (ulimit -l, or the container's)"
+                        f"(error {status} at {format_bytes(start)}); lower the host "
+                        "tier's tiers[i].budget, or raise the limit of locked memory (ulimit -l, or the "
+                        "container's)"
                     )
                 self._registered.append(self.memory.data_ptr() + start)
 

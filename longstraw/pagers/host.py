@@ -55,8 +55,8 @@ class HostPager:
         if self._extents.capacity + nbytes > self.budget:
             raise CapacityError(
                 f"tier {self.name}: {format_bytes(nbytes)} asked for in one piece, "
-                f"{format_bytes(self.used)} of {format_bytes(self.budget)} used, the largest hole is {format_bytes(self.largest_free())}; "
-                "raise its tiers[i].budget"
+                f"{format_bytes(self.used)} of {format_bytes(self.budget)} used, the largest hole is "
+                f"{format_bytes(self.largest_free())}; raise its tiers[i].budget"
             )
         arena = HostArena(nbytes, self.device)
         start = self._extents.add_region(nbytes)
