@@ -1,0 +1,48 @@
+"""Puts the commands together, and turns the runtime's own errors into a message and an exit status."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from longstraw.cli.demo import demo
+from longstraw.cli.verify import verify
+from longstraw.errors import LongstrawError
+
+app = typer.Typer(
+    name="longstraw",
+    help="Long-context post-training: one prompt, many responses, the exact gradient, little memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.command()(verify)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"longstraw {version('longstraw')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+def main() -> None:
+    """Entry point. Exit status: 0, 1 if `verify` found a difference, 2 for a mistake in what was asked."""
+    try:
+        app()
+    except LongstrawError as error:
+        Console(stderr=True, highlight=False).print(f"longstraw: {error}", style="red", markup=False)
+        sys.exit(2)
