@@ -50,7 +50,7 @@ class HostArena:
             list(pool.map(lambda part: part.zero_(), [part for part in parts if part.numel()]))
 
     def _register(self) -> None:
-        runtime = torch.cuda.cudart()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
             for start in range(0, self.memory.numel(), REGISTER_BYTES):
                 size = min(REGISTER_BYTES, self.memory.numel() - start)
@@ -68,5 +68,6 @@ class HostArena:
     def close(self) -> None:
         """Unregister. No copy may be on its way. The memory goes when its last tensor does. Idempotent."""
         while self._registered:
-            status = int(torch.cuda.cudart().cudaHostUnregister(self._registered.pop()))
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            status = int(runtime.cudaHostUnregister(self._registered.pop()))
             assert status == 0, f"cudaHostUnregister: error {status}"

@@ -12,7 +12,7 @@ from longstraw.errors import CapacityError
 from longstraw.pagers.arena import REGISTER_BYTES, HostArena
 from longstraw.pagers.extents import ExtentAllocator
 from longstraw.pagers.protocol import Extent
-from longstraw.pagers.transfer import DoneTransfer, EventTransfer, Transfer
+from longstraw.pagers.transfer import DoneTransfer, Transfer, record_on, side_streams
 from longstraw.resident.placement import format_bytes
 
 
@@ -34,10 +34,7 @@ class HostPager:
         self._extents = ExtentAllocator()
         self._arenas: dict[int, HostArena] = {}  # by offset, ascending
         self._starts: list[int] = []
-        self._in: torch.cuda.Stream | None = None
-        self._out: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._in, self._out = side_streams(device)
 
     @property
     def used(self) -> int:
@@ -122,9 +119,7 @@ class HostPager:
         with torch.cuda.stream(stream):
             for low, high in self._unbroken(target if target.device.type == "cpu" else source):
                 target[low:high].copy_(source[low:high], non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        return EventTransfer(target.numel(), event, self.device)
+        return record_on(stream, target.numel())
 
     def _unbroken(self, host: torch.Tensor) -> Iterator[tuple[int, int]]:
         """Cut a range of an arena where one registered slice ends: CUDA refuses to copy across."""

@@ -19,7 +19,7 @@ from longstraw.pagers.extents import ExtentAllocator
 from longstraw.pagers.protocol import Extent
 from longstraw.pagers.range_lock import RangeLock
 from longstraw.pagers.spool import SECTOR, SpoolFile
-from longstraw.pagers.transfer import ThreadTransfer, Transfer
+from longstraw.pagers.transfer import ThreadTransfer, Transfer, record_on, side_streams
 from longstraw.resident.placement import format_bytes
 
 THREADS = 4
@@ -62,12 +62,9 @@ class NvmePager:
         self._lock = RangeLock()
         self._buffers: SimpleQueue[HostArena] = SimpleQueue()
         self._workers: ThreadPoolExecutor | None = ThreadPoolExecutor(THREADS, "longstraw-nvme")
-        self._in: torch.cuda.Stream | None = None
-        self._out: torch.cuda.Stream | None = None
+        self._in, self._out = side_streams(device)
         for _ in range(THREADS):
             self._buffers.put(HostArena(PART_BYTES, device))
-        if device.type == "cuda":
-            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     @property
     def used(self) -> int:
@@ -170,8 +167,8 @@ class NvmePager:
             expected = self._sums[(offset + at) // self._unit]
             if expected not in (_UNKNOWN, crc32(data[at : at + self._unit])):
                 raise PageLostError(
-                    f"tier {self.name}: bytes {offset + at}:{offset + at + self._unit} of its file are not what "
-                    "was written: another checksum"
+                    f"tier {self.name}: bytes {offset + at}:{offset + at + self._unit} of its file are not "
+                    "what was written: another checksum"
                 )
 
     def _write_units(self, data: memoryview, offset: int) -> None:
@@ -204,9 +201,7 @@ class NvmePager:
             return
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        event.synchronize()  # the buffer goes to another copy now
+        record_on(stream, target.numel()).result()  # the buffer goes to another copy now
 
     def describe(self) -> str:
         how = "direct I/O" if self._file.direct else "buffered I/O (its filesystem refuses O_DIRECT)"

@@ -121,8 +121,8 @@ class SpoolFile:
             disk = os.fstatvfs(self._buffered)
             raise CapacityError(
                 f"{self.path} cannot hold the pages: {format_bytes(size)} asked for, "
-                f"{format_bytes(self.size)} had, {format_bytes(disk.f_bavail * disk.f_frsize)} free on its filesystem "
-                f"({cause}); free space there, or lower this tier's tiers[i].budget and raise another's"
+                f"{format_bytes(self.size)} had, {format_bytes(disk.f_bavail * disk.f_frsize)} free on its "
+                f"filesystem ({cause}); free space there, or lower this tier's tiers[i].budget and raise another's"
             ) from cause
         self.size = size
 

@@ -10,7 +10,7 @@ import torch
 from longstraw.pagers.transfer import Ended, Transfer, record
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Slot:
     """One buffer, uint8 [n], and what has to end before it may be overwritten."""
 

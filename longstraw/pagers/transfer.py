@@ -70,7 +70,7 @@ class EventTransfer:
             stream.wait_event(self._event)
 
     def done(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def result(self) -> int:
         self._event.synchronize()
@@ -139,6 +139,18 @@ def record(device: torch.device) -> Transfer:
     """A mark behind all work that the consumer has issued so far on `device` (its current stream on CUDA)."""
     if device.type != "cuda":
         return DoneTransfer(0)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return EventTransfer(0, event, device)
+    return record_on(torch.cuda.current_stream(device), 0)
+
+
+def record_on(stream: torch.cuda.Stream, nbytes: int) -> Transfer:
+    """A copy of `nbytes` that ends with the work issued so far on `stream`."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return EventTransfer(nbytes, event, stream.device)
+
+
+def side_streams(device: torch.device) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
+    """One stream for copies to the device and one for copies from it; none on a CPU, which copies in place."""
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
