@@ -1,0 +1,117 @@
+"""The public face: a runtime around the user's own model and training loop."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from longstraw.config import Config
+from longstraw.errors import ConfigError
+from longstraw.integrations import adapt
+from longstraw.progress import terminal_progress
+from longstraw.runtime.engine import Engine
+from longstraw.runtime.transaction import Transaction
+
+
+class _Same(enum.Enum):
+    AS_TRAINED = "as trained"
+
+
+class Runtime:
+    """Long-context training steps for one model.
+
+    Args:
+        model: a causal LM of a supported family, wrapped or not (PEFT, `Accelerator.prepare`).
+        config: path of a YAML file, a mapping with the same keys, a `Config`, or None for the defaults.
+        accelerator: the `accelerate.Accelerator` that prepared the model, if one did.
+        **overrides: top-level settings on top of `config`.
+
+    Raises:
+        ConfigError: a setting is unknown, impossible or would be ignored; all problems are listed at once.
+        UnsupportedModelError: the model has a part that cannot be carried exactly. Nothing was run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: str | Path | Mapping[str, Any] | Config | None = None,
+        *,
+        accelerator: Any | None = None,
+        **overrides: Any,
+    ) -> None:
+        self.config = Config.load(config, **overrides)
+        self._engine = Engine(adapt(model, accelerator), self.config, progress=terminal_progress)
+
+    def transaction(self, prompt_ids: Tensor, *, row_tokens: int | None = None) -> Transaction:
+        """A transaction on one prompt; entering it captures.
+
+        Args:
+            prompt_ids: int64 [P], unpadded, on any device.
+            row_tokens: for models whose rotary frequencies depend on the row's length (dynamic NTK, LongRoPE past the
+                original length): compute them as for rows of this many tokens, as a padded batch would.
+        """
+        return self._engine.transaction(prompt_ids, row_tokens)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """The groups of one optimizer step: gradients of all transactions within reach `.grad` together at the end.
+
+        An error that leaves the block drops what its transactions summed; `.grad` is as it was on entry.
+        """
+        return self._engine.accumulate()
+
+    def score(
+        self,
+        prompt_ids: Tensor,
+        responses: Sequence[Tensor],
+        *,
+        model: nn.Module | None = None,
+        adapter: None | _Same = _Same.AS_TRAINED,
+        row_tokens: int | None = None,
+    ) -> list[Tensor]:
+        """Log-probs of responses from a capture of its own, for a reference policy: capture, score, free.
+
+        Args:
+            prompt_ids: int64 [P].
+            responses: int64 [R_i] each.
+            model: another model, on the same device; None for the trained one.
+            adapter: None to score under a PEFT model's base, without its adapters.
+            row_tokens: as for `transaction`.
+
+        Returns:
+            For each response float32 [R_i] (float64 for a float64 model), nats, after temperature.
+        """
+        engine = self._engine
+        if model is not None:
+            adapted = adapt(model, None)
+            if adapted.device != engine.device:
+                raise ConfigError(
+                    f"model: the reference model is on {adapted.device}, the trained one on {engine.device}; "
+                    "move it there, or score with a Runtime of its own"
+                )
+            engine = Engine(adapted, self.config, store=engine.store)
+        with engine.adapter.reference() if adapter is None else nullcontext():
+            with engine.transaction(prompt_ids, row_tokens, score_only=True) as transaction:
+                return transaction.score(responses)
+
+    def describe(self) -> str:
+        """The tiers with their budgets in bytes, and every setting."""
+        tiers = "\n".join(f"# {pager.describe()}" for pager in self._engine.store.pagers)
+        return f"{tiers}\n{self.config.describe()}"
+
+    def close(self) -> None:
+        """Free all tiers. The runtime cannot be used afterwards."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

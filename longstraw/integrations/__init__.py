@@ -1,0 +1,23 @@
+"""Frameworks: which one a user's model comes from, and how it presents itself to the runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from longstraw.integrations.accelerate import check_accelerator
+from longstraw.integrations.transformers.adapter import TransformersAdapter
+from longstraw.runtime.adapter import ModelAdapter
+
+
+def adapt(model: nn.Module, accelerator: Any | None) -> ModelAdapter:
+    """The adapter of a user's model.
+
+    Raises:
+        UnsupportedModelError: the model, or the way it is wrapped, cannot be carried exactly.
+        ConfigError: the accelerator has a setting that the runtime would ignore.
+    """
+    if accelerator is not None:
+        check_accelerator(accelerator)
+    return TransformersAdapter(model)

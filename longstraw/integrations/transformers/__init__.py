@@ -1,0 +1,1 @@
+"""transformers causal LMs, PEFT adapters included, through the library's own hooks."""

@@ -1,0 +1,169 @@
+"""A transformers causal LM, presented to the runtime."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from longstraw.errors import TransactionStateError, UnsupportedModelError
+from longstraw.integrations.transformers import attention, checks, rope
+from longstraw.integrations.transformers.head import head_output
+from longstraw.integrations.transformers.probe import probe
+from longstraw.runtime.adapter import ModelProfile
+from longstraw.runtime.passes import ForwardPass
+
+
+class TransformersAdapter:
+    """`ModelAdapter` of a transformers model, with or without PEFT adapters.
+
+    During a pass four things of the model are exchanged, and put back afterwards: the attention implementation
+    (transformers' own interface), the LM head's forward, the decoder layers' forward (for checkpointing), and
+    transformers' checkpointing, which is switched off.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._base = checks.unwrap(model)
+        self._config = checks.text_config(self._base)
+        self._layers = checks.find_attentions(self._base)
+        self._device = checks.single_device(model)
+        self._rotaries = rope.rotary_modules(self._base)
+        self._profiled: tuple[Hashable, ModelProfile] | None = None
+        self._head_result: Tensor | None = None
+        self._logits_untouched = False
+        checks.refuse_dropout(model, self._config)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def modules(self) -> nn.Module:
+        return self._model
+
+    def state_key(self) -> Hashable:
+        return checks.adapter_state(self._model)
+
+    def frequencies_key(self, row_tokens: int) -> Hashable:
+        return rope.frequencies_key(self._rotaries, row_tokens)
+
+    def profile(self) -> ModelProfile:
+        key = (
+            tuple((p.requires_grad, p.dtype, p.device) for p in self._model.parameters()),
+            self._model.training,
+            self.state_key(),
+            torch.is_autocast_enabled(self._device.type),
+        )
+        if self._profiled is None or self._profiled[0] != key:
+            checks.refuse_dropout(self._model, self._config)
+            self._profiled = (key, probe(self, self._config))
+        return self._profiled[1]
+
+    def run(self, forward: ForwardPass, input_ids_S: Tensor, positions_S: Tensor) -> Tensor:
+        self._head_result = None
+        output = self._model(input_ids=input_ids_S[None], position_ids=positions_S[None], use_cache=False)
+        result: Tensor = output.logits if hasattr(output, "logits") else output[0]
+        self._check_untouched(result)
+        self._head_result = None
+        return result[0]
+
+    def _check_untouched(self, result: Tensor) -> None:
+        """A model that changes its logits (a soft cap, a scale) would change our log-probs instead."""
+        if self._logits_untouched:
+            return
+        ours = self._head_result
+        if ours is None or result.shape != ours.shape or not torch.equal(result.detach().to(ours.dtype), ours):
+            raise UnsupportedModelError(
+                f"{type(self._base).__name__} changes its logits after the LM head, which is not supported yet"
+            )
+        self._logits_untouched = True
+
+    @contextmanager
+    def active(self, forward: ForwardPass) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(attention.attending((module for _, module in self._layers.values()), forward))
+            stack.enter_context(self._attention_implementation())
+            stack.enter_context(rope.pinned(self._rotaries, forward.row_tokens))
+            stack.enter_context(self._without_checkpointing())
+            head = self._base.get_output_embeddings()
+            stack.enter_context(_exchanged(head, functools.partial(self._head_forward, head, head.forward, forward)))
+            if forward.checkpoint:
+                for layer, _ in self._layers.values():
+                    stack.enter_context(_exchanged(layer, _checkpointed(layer.forward)))
+            yield
+
+    def _head_forward(self, head: nn.Module, original: Any, forward: ForwardPass, hidden_states: Tensor) -> Tensor:
+        result = head_output(head, original, hidden_states, forward)
+        if not self._logits_untouched:
+            self._head_result = result.detach()
+        return result
+
+    @contextmanager
+    def _attention_implementation(self) -> Iterator[None]:
+        configs = {id(config): config for config in (self._base.config, self._config)}.values()
+        before = [config._attn_implementation for config in configs]
+        for config in configs:
+            config._attn_implementation = attention.NAME
+        try:
+            yield
+        finally:
+            for config, implementation in zip(configs, before, strict=True):
+                config._attn_implementation = implementation
+
+    @contextmanager
+    def _without_checkpointing(self) -> Iterator[None]:
+        on = [m for m in self._base.modules() if getattr(m, "gradient_checkpointing", False)]
+        for module in on:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for module in on:
+                module.gradient_checkpointing = True  # type: ignore[assignment]
+
+    @contextmanager
+    def _disabled_adapters(self) -> Iterator[None]:
+        self._base.disable_adapters()
+        try:
+            yield
+        finally:
+            self._base.enable_adapters()
+
+    def reference(self) -> AbstractContextManager[None]:
+        if hasattr(self._model, "disable_adapter"):
+            return self._model.disable_adapter()  # type: ignore[operator, no-any-return]
+        if getattr(self._base, "_hf_peft_config_loaded", False):
+            return self._disabled_adapters()
+        raise TransactionStateError("adapter=None: the model has no PEFT adapters to leave out; give model=ref_model")
+
+
+@contextmanager
+def _exchanged(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within it `module` runs `forward`; its hooks stay around it."""
+    missing = object()
+    before = module.__dict__.get("forward", missing)
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if before is missing:
+            del module.__dict__["forward"]
+        else:
+            module.forward = before  # type: ignore[method-assign, assignment]
+
+
+def _checkpointed(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        # No random numbers are drawn in a layer: dropout is refused.
+        return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return forward

@@ -1,0 +1,88 @@
+"""The attention function that transformers calls in a pass, and which pass a module is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from longstraw.errors import TransactionStateError, UnsupportedModelError
+from longstraw.runtime.passes import ForwardPass
+
+NAME = "longstraw"
+"""The attention implementation's name in transformers."""
+
+# What plain attention can ignore: they describe the layout of rows, which the pass knows, or ask for nothing.
+_HARMLESS = frozenset({"is_causal", "position_ids", "use_cache", "output_attentions", "output_hidden_states"})
+
+_passes: WeakKeyDictionary[nn.Module, ForwardPass] = WeakKeyDictionary()
+
+
+@contextmanager
+def attending(modules: Iterable[nn.Module], forward: ForwardPass) -> Iterator[None]:
+    """Within it the attention modules work for `forward`. A model is in one pass at a time."""
+    modules = list(modules)
+    if any(module in _passes for module in modules):
+        raise TransactionStateError("the model is already inside a Longstraw pass; passes cannot be nested")
+    for module in modules:
+        _passes[module] = forward
+    try:
+        yield
+    finally:
+        for module in modules:
+            del _passes[module]
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: q [1, num_heads, S, head_dim] in, [1, S, num_heads, head_dim] out."""
+    forward = _passes.get(module)
+    if forward is None:
+        raise TransactionStateError(
+            f"attention implementation {NAME!r} was called outside a transaction; it is set by the runtime alone"
+        )
+    _refuse(module, attention_mask, dropout, kwargs)
+    if torch.is_autocast_enabled(query.device.type):
+        # As scaled_dot_product_attention does under autocast.
+        narrow = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    index: int = module.layer_idx  # type: ignore[assignment]
+    out = forward.attention(index, query, key, value, scale)
+    return out.transpose(1, 2), None
+
+
+def _refuse(module: nn.Module, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
+    name = type(module).__name__
+    if mask is not None:
+        raise UnsupportedModelError(f"{name} brings an attention mask of its own, which would be ignored")
+    if dropout:
+        raise UnsupportedModelError(f"{name} has attention dropout {dropout}; set config.attention_dropout to 0")
+    asked = {key: value for key, value in kwargs.items() if value is not None and key not in _HARMLESS}
+    unknown = {key for key, value in asked.items() if isinstance(value, Tensor) or value is not False}
+    if unknown:
+        raise UnsupportedModelError(
+            f"{name} asks its attention for {', '.join(sorted(unknown))}, which is not supported yet"
+        )
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The mask counterpart: causality and branch borders are the pass's own."""
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,168 @@
+"""What a transformers model must be for its gradients to come out exact; everything else is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from longstraw.errors import UnsupportedModelError
+from longstraw.integrations.transformers.families import family_of, known_classes
+
+_WRAPPERS = {
+    "DistributedDataParallel": "DDP",
+    "FullyShardedDataParallel": "FSDP",
+    "DeepSpeedEngine": "DeepSpeed",
+    "DataParallel": "DataParallel",
+}
+
+
+def unwrap(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside PEFT's wrappers.
+
+    Raises UnsupportedModelError for what is no transformers causal LM, or is wrapped in a way that is not supported.
+    """
+    for module in model.modules():
+        wrapper = _WRAPPERS.get(type(module).__name__)
+        if wrapper is not None or type(module).__name__.startswith("FSDP"):
+            raise UnsupportedModelError(
+                f"the model is wrapped in {wrapper or 'FSDP2'} ({type(module).__name__}): this version works on one "
+                "process with a plain or PEFT model; pass the model before it is sharded"
+            )
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise UnsupportedModelError("the model is compiled: pass the model before torch.compile")
+    _refuse_prompt_learning(model)
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no transformers model; pass an AutoModelForCausalLM or a PEFT model around one"
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no LM head; pass a ...ForCausalLM class")
+    return model
+
+
+def _refuse_prompt_learning(model: nn.Module) -> None:
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"PEFT adapter {name!r} is of type {config.peft_type}, which adds tokens to the prompt; use LoRA or "
+                "another adapter that changes layers"
+            )
+
+
+def find_attentions(model: PreTrainedModel) -> dict[int, tuple[nn.Module, nn.Module]]:
+    """Each decoder layer with its attention module, by layer number.
+
+    Raises UnsupportedModelError, with the class's name, if some layer has none of a known family, or more than one.
+    """
+    config = text_config(model)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; only decoders are supported")
+    layers = _decoder_layers(model, config)
+    found: dict[int, tuple[nn.Module, nn.Module]] = {}
+    for number, layer in enumerate(layers):
+        mixers = [m for m in layer.modules() if m is not layer and hasattr(m, "layer_idx")]
+        for mixer in mixers:
+            family = family_of(mixer)
+            if family is None:
+                raise UnsupportedModelError(
+                    f"layer {number} of {type(model).__name__} has a {type(mixer).__name__}, which is not supported "
+                    f"yet; supported are {', '.join(known_classes())}"
+                )
+            reason = family.refuse(mixer, config)
+            if reason is not None:
+                raise UnsupportedModelError(f"{type(model).__name__}: {reason}")
+        if len(mixers) != 1 or mixers[0].layer_idx in found:
+            raise UnsupportedModelError(
+                f"layer {number} of {type(model).__name__} has {len(mixers)} attention modules of its own; one is needed"
+            )
+        found[mixers[0].layer_idx] = (layer, mixers[0])  # type: ignore[index]
+    return found
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The config of the language model, also inside a multimodal class."""
+    return model.config.get_text_config()
+
+
+def _decoder_layers(model: PreTrainedModel, config: Any) -> nn.ModuleList:
+    count = getattr(config, "num_hidden_layers", None)
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    lists = [m for m in lists if any(hasattr(child, "layer_idx") for child in m[0].modules())]
+    if len(lists) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: found {len(lists)} stacks of {count} decoder layers, expected one"
+        )
+    return lists[0]
+
+
+def refuse_dropout(model: nn.Module, config: Any) -> None:
+    """Raises UnsupportedModelError if a dropout is active: a replayed prompt would draw other masks than its capture."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
+            raise UnsupportedModelError(
+                f"{name} drops out with p={module.p}: captured and replayed tokens would see different masks; set the "
+                "dropout to 0 (for LoRA lora_dropout=0), or call model.eval()"
+            )
+    rate = getattr(config, "attention_dropout", 0.0)
+    if rate and model.training:
+        raise UnsupportedModelError(
+            f"config.attention_dropout is {rate}: captured and replayed tokens would see different masks; set it to 0, "
+            "or call model.eval()"
+        )
+
+
+def single_device(model: nn.Module) -> torch.device:
+    """The device of all parameters. Raises UnsupportedModelError if there are several, or if some are on meta."""
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1:
+        raise UnsupportedModelError(
+            f"the model's parameters are on {', '.join(sorted(map(str, devices)))}; put them on one device"
+        )
+    device = devices.pop()
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedModelError(f"the model is on {device}; only cpu and cuda devices are supported")
+    return device
+
+
+def adapter_state(model: nn.Module) -> Hashable:
+    """Which adapters act in each layer and how strongly: PEFT's own attributes of its tuner layers."""
+    states: list[Hashable] = []
+    for name, module in model.named_modules():
+        # A tuner layer's are properties; transformers' models have methods of these names.
+        if isinstance(getattr(type(module), "disable_adapters", None), property):
+            scaling = getattr(module, "scaling", None)
+            states.append(
+                (
+                    name,
+                    bool(module.disable_adapters),
+                    tuple(module.active_adapters),
+                    tuple(getattr(module, "merged_adapters", ())),
+                    tuple(sorted(scaling.items())) if isinstance(scaling, dict) else None,
+                )
+            )
+    return AdapterState(tuple(states))
+
+
+class AdapterState:
+    """Hashable state of all adapters, with a short text for messages."""
+
+    def __init__(self, layers: tuple[Hashable, ...]) -> None:
+        self._layers = layers
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AdapterState) and self._layers == other._layers
+
+    def __hash__(self) -> int:
+        return hash(self._layers)
+
+    def __repr__(self) -> str:
+        if not self._layers:
+            return "no adapters"
+        _, disabled, active, merged, scaling = self._layers[0]  # type: ignore[misc]
+        return f"active {list(active)}{' disabled' if disabled else ''}, merged {list(merged)}, scaling {scaling}"  # type: ignore[has-type]

@@ -1,0 +1,21 @@
+"""Model families, one file each, found by the class of their attention modules."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from longstraw.integrations.transformers.families import dense
+from longstraw.integrations.transformers.families.family import Family
+
+FAMILIES: tuple[Family, ...] = (dense.FAMILY,)
+
+
+def family_of(module: nn.Module) -> Family | None:
+    """The family whose attention class `module` has, or None."""
+    name = type(module).__name__
+    return next((family for family in FAMILIES if name in family.attention_classes), None)
+
+
+def known_classes() -> list[str]:
+    """Every attention class that is supported."""
+    return sorted(name for family in FAMILIES for name in family.attention_classes)

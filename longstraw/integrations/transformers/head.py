@@ -1,0 +1,42 @@
+"""The LM head inside the model's forward: token log-probs instead of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longstraw.kernels.logprobs import head_logprobs, module_logprobs
+from longstraw.runtime.passes import ForwardPass
+
+
+def head_output(head: nn.Module, original: Any, hidden_1SE: Tensor, forward: ForwardPass) -> Tensor:
+    """What the head returns in a pass, in the place of logits.
+
+    Args:
+        head: the LM head.
+        original: its forward.
+        hidden_1SE: [1, S, hidden_size].
+        forward: the pass.
+
+    Returns:
+        [1, S, 2] log-probs and entropies, or [1, S, 1] of the hidden states where only state is wanted.
+    """
+    request = forward.head
+    if request is None:
+        return hidden_1SE[..., :1]
+    hidden = hidden_1SE[0]
+    options: dict[str, Any] = {
+        "temperature": request.temperature,
+        "block_tokens": request.block_tokens,
+        "entropy": request.entropy,
+    }
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        weight, bias = head.weight, head.bias
+        if torch.is_autocast_enabled(hidden.device.type):
+            narrow = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(narrow), weight.to(narrow)
+            bias = None if bias is None else bias.to(narrow)
+        return head_logprobs(hidden, weight, bias, request.targets_S, **options)[None]
+    return module_logprobs(original, hidden, request.targets_S, **options)[None]

@@ -1,0 +1,142 @@
+"""A lane: the branches that share one live autograd graph, as the user's loss sees them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longstraw.errors import TransactionStateError
+
+if TYPE_CHECKING:
+    from longstraw.runtime.passes import ForwardPass
+
+
+class LaneState(enum.Enum):
+    """LIVE holds the lane's graph; in every other state it is freed."""
+
+    LIVE = "live"
+    DONE = "backward was called"
+    SKIPPED = "skipped"
+    CLOSED = "closed"
+
+
+class Lane:
+    """Some branches of a group, replayed with autograd.
+
+    Attributes:
+        indices: positions of the branches in the list given to `replay`.
+        logprobs: for each of them, log-probs of its tokens, float32 [R_i] (float64 for a float64 model), in nats,
+            after temperature. They require a gradient; the model's own graph hangs behind them.
+        entropies: for each of them, entropies [R_i] in nats with gradient, or None unless `replay.entropy` is set.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        lengths: Sequence[int],
+        packed_S2: Tensor,
+        forward: ForwardPass,
+        on_backward: Callable[[Lane, Tensor], None],
+        *,
+        entropy: bool,
+    ) -> None:
+        self.indices = tuple(indices)
+        self.forward = forward
+        self.state = LaneState.LIVE
+        self._lengths, self._on_backward = tuple(lengths), on_backward
+        self._packed: Tensor | None = packed_S2
+        # The user's loss ends at this leaf: its small graph runs first, the model's heavy one afterwards, and the
+        # gradient between the two is known, so that a lane that ran out of memory can be run again without the user.
+        self._leaf = packed_S2.detach().requires_grad_()
+        self.logprobs: list[Tensor] = list(self._leaf[:, 0].split(self._lengths))
+        self.entropies: list[Tensor] | None = list(self._leaf[:, 1].split(self._lengths)) if entropy else None
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss` to the transaction: through the lane's tokens, and to the prompt's state.
+
+        Args:
+            loss: a scalar that depends on `logprobs` or `entropies`. The sum over a group's lanes is what is trained,
+                so divide by the group's size, not by the lane's.
+
+        Raises:
+            TransactionStateError: the lane was already used or is closed, or the loss does not depend on the lane.
+        """
+        self._require_live("lane.backward")
+        if loss.numel() != 1:
+            raise TransactionStateError(f"lane.backward: loss has shape {tuple(loss.shape)}; reduce it to a scalar")
+        self._on_backward(self, loss)
+
+    def skip(self) -> None:
+        """Leave this lane out of the gradient, on purpose, and free its graph."""
+        self._require_live("lane.skip")
+        self.close(LaneState.SKIPPED)
+
+    def upstream(self, loss: Tensor) -> Tensor:
+        """Run the user's part of the graph: the gradient [S, 2] of `loss` at the log-probs and entropies."""
+        if not loss.requires_grad:
+            raise TransactionStateError(
+                "lane.backward: the loss has no graph; compute it from lane.logprobs without detaching, "
+                "or call lane.skip() to leave the lane out"
+            )
+        if self._leaf.grad is not None:
+            raise TransactionStateError(_BACKWARD_BY_HAND)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._leaf.grad is None:
+            raise TransactionStateError(
+                "lane.backward: the loss does not depend on this lane's log-probs; call lane.skip() to leave it out"
+            )
+        return self._leaf.grad
+
+    def take_packed(self) -> Tensor:
+        """The model's output with its graph, once."""
+        assert self._packed is not None
+        packed, self._packed = self._packed, None
+        return packed
+
+    def settle(self) -> None:
+        """Called when the loop asks for the next lane.
+
+        Raises TransactionStateError if neither `backward` nor `skip` was called: its gradient would be lost.
+        """
+        if self.state is not LaneState.LIVE:
+            return
+        if self._leaf.grad is not None:
+            raise TransactionStateError(_BACKWARD_BY_HAND)
+        raise TransactionStateError(
+            f"lane of branches {list(self.indices)} was left without a gradient; call lane.backward(loss), "
+            "or lane.skip() to leave it out on purpose"
+        )
+
+    def close(self, state: LaneState) -> None:
+        """Free the graph and the pass's streams."""
+        if self.state is LaneState.LIVE:
+            self.state = state
+            self._packed = None
+            self.forward.__exit__(None, None, None)
+
+    def _require_live(self, call: str) -> None:
+        if self.state is not LaneState.LIVE:
+            raise TransactionStateError(f"{call}: lane of branches {list(self.indices)} is over ({self.state.value})")
+
+
+_BACKWARD_BY_HAND = (
+    "loss.backward() was called by hand: it stops at lane.logprobs and trains nothing; call lane.backward(loss) instead"
+)
+
+
+def reaches_parameter(loss: Tensor, parameters: set[torch.nn.Parameter]) -> bool:
+    """Whether the user's graph runs straight into a parameter, beside the lane's log-probs."""
+    todo, seen = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", None) in parameters:
+            return True
+        todo.extend(next_node for next_node, _ in node.next_functions)
+    return False

@@ -1,0 +1,49 @@
+"""How much memory is free, on the device and on the host, and what counts as having run out of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that an allocation failed, on a GPU or on the CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # torch has no type of its own for this on the CPU.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def free_host_bytes() -> int:
+    """Bytes that this process may still take from the host, the container's limit included."""
+    free = psutil.virtual_memory().available
+    limit, used = _read_number(_CGROUP / "memory.max"), _read_number(_CGROUP / "memory.current")
+    if limit is not None and used is not None:
+        free = min(free, limit - used)
+    return max(free, 0)
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Bytes that torch can still allocate on `device`, its own cache counted as free."""
+    if device.type != "cuda":
+        return free_host_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def release_cached(device: torch.device) -> None:
+    """Give torch's cached blocks back, so that a narrower retry does not meet the fragments of the wider try."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _read_number(path: Path) -> int | None:
+    # "max" where the group is unlimited; no file where cgroup v2 is not mounted.
+    if not path.exists():
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None

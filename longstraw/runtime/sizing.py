@@ -1,0 +1,132 @@
+"""How wide lanes and chunks are, and whether their graphs are checkpointed, from measured bytes a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from longstraw.runtime.adapter import ModelProfile
+
+USABLE = 0.6
+"""Share of the free memory that live graphs may plan to take; the rest is for workspaces and fragments."""
+
+_WIDEST = {"cuda": 32_768, "cpu": 8_192}
+_CHUNK = {"cuda": 8_192, "cpu": 1_024}
+# A streamed layer is hidden behind about 2,500 tokens of compute on an H200; below this, checkpointing pays.
+_WIDE_ENOUGH = 4_096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphSize:
+    """Tokens whose live graph fits, and whether it is checkpointed."""
+
+    tokens: int
+    checkpoint: bool
+
+
+def graph_bytes(profile: ModelProfile, checkpoint: bool) -> int:
+    """Bytes of live graph a token. With checkpointing: each layer's input, attention output and log-sum-exp, and one
+    layer's whole graph with its gradients."""
+    if not profile.layers:
+        return max(profile.graph_bytes, 1)
+    if not checkpoint:
+        return max(profile.graph_bytes, 1)
+    itemsize = profile.hidden_dtype.itemsize
+    kept = sum(
+        profile.hidden_size * itemsize + layer.num_heads * (layer.head_dim * layer.dtype.itemsize + 4)
+        for layer in profile.layers
+    )
+    return kept + 3 * profile.graph_bytes // len(profile.layers)
+
+
+def workspace_bytes(profile: ModelProfile, tokens: int, logit_block_tokens: int) -> int:
+    """Bytes beside the graph: a block of logits (scores, probabilities and gradient), and attention in float32."""
+    logits = 4 * 4 * min(tokens, logit_block_tokens) * profile.vocab_size
+    attention = max((4 * 6 * layer.num_heads * layer.head_dim for layer in profile.layers), default=0)
+    return logits + tokens * attention
+
+
+def fitting_tokens(profile: ModelProfile, free: int, checkpoint: bool, logit_block_tokens: int) -> int:
+    """The most tokens whose graph and workspace fit in `free` bytes; 0 if none do."""
+    fixed = workspace_bytes(profile, logit_block_tokens, logit_block_tokens)
+    per_token = graph_bytes(profile, checkpoint)
+    attention = max((4 * 6 * layer.num_heads * layer.head_dim for layer in profile.layers), default=0)
+    return max(int(free * USABLE - fixed) // (per_token + attention), 0)
+
+
+def size_lane(
+    profile: ModelProfile,
+    lengths: Sequence[int],
+    *,
+    free: int,
+    device: torch.device,
+    lane_tokens: int | Literal["auto"],
+    checkpoint: bool | Literal["auto"],
+    logit_block_tokens: int,
+) -> GraphSize:
+    """Lane width for branches of these lengths: as wide as memory allows, without checkpointing if that is wide enough.
+
+    A branch that is longer than the width still gets a lane of its own.
+    """
+    wanted = min(sum(lengths), _WIDEST.get(device.type, _WIDE_ENOUGH)) if lane_tokens == "auto" else lane_tokens
+    needed = min(max(wanted, max(lengths)), sum(lengths))
+    return _size(profile, wanted, needed, free, lane_tokens == "auto", checkpoint, logit_block_tokens)
+
+
+def size_chunk(
+    profile: ModelProfile,
+    rows: int,
+    *,
+    free: int,
+    device: torch.device,
+    chunk_tokens: int | Literal["auto"],
+    checkpoint: bool | Literal["auto"],
+) -> GraphSize:
+    """Prompt tokens a chunk, and whether the sweep's graph of a chunk is checkpointed."""
+    wanted = _CHUNK.get(device.type, 1_024) if chunk_tokens == "auto" else chunk_tokens
+    wanted = max(min(wanted, rows), 1)
+    return _size(profile, wanted, wanted, free, chunk_tokens == "auto", checkpoint, logit_block_tokens=0)
+
+
+def _size(
+    profile: ModelProfile,
+    wanted: int,
+    needed: int,
+    free: int,
+    may_shrink: bool,
+    checkpoint: bool | Literal["auto"],
+    logit_block_tokens: int,
+) -> GraphSize:
+    def fits(recompute: bool) -> int:
+        return fitting_tokens(profile, free, recompute, logit_block_tokens)
+
+    if checkpoint == "auto":
+        checkpoint = fits(False) < (min(needed, _WIDE_ENOUGH) if may_shrink else needed)
+    tokens = max(min(wanted, fits(checkpoint)), 1) if may_shrink else wanted
+    return GraphSize(tokens=tokens, checkpoint=checkpoint)
+
+
+def plan_lanes(lengths: Sequence[int], lane_tokens: int) -> list[tuple[int, ...]]:
+    """Branches packed into lanes of at most `lane_tokens`, longest first; a longer branch is alone.
+
+    The same lengths always give the same lanes, so that scoring and replay compute bitwise the same.
+    """
+    lanes: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        at = next((i for i, left in enumerate(room) if left >= lengths[index]), None)
+        if at is None:
+            lanes.append([index])
+            room.append(lane_tokens - lengths[index])
+        else:
+            lanes[at].append(index)
+            room[at] -= lengths[index]
+    return [tuple(sorted(lane)) for lane in lanes]
+
+
+def plan_chunks(rows: int, chunk_tokens: int) -> list[tuple[int, int]]:
+    """The prompt's rows cut into chunks, first to last."""
+    return [(at, min(at + chunk_tokens, rows)) for at in range(0, rows, chunk_tokens)]
