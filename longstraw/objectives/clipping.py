@@ -54,7 +54,8 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: Clip) -> tupl
     above = (advantages > 0) & (ratio > 1 + clip.high)
     below = (advantages < 0) & (ratio < 1 - clip.low)
     clipped = above | below
-    bound = torch.where(above, 1 + clip.high, 1 - clip.low).to(ratio.dtype)
+    # Not torch.where of two numbers: that rounds both to float32.
+    bound = torch.full_like(ratio, 1 - clip.low).masked_fill(above, 1 + clip.high)
     if clip.dual is not None:
         dual = (advantages < 0) & (ratio > clip.dual)
         clipped = clipped | dual

@@ -11,7 +11,7 @@ from torch import Tensor
 from longstraw.errors import ConfigError
 from longstraw.objectives.clipping import Clip, clipped_surrogate
 from longstraw.objectives.kl import KLPenalty
-from longstraw.objectives.metrics import PolicyMetrics, PolicyObjective
+from longstraw.objectives.metrics import PolicyObjective
 from longstraw.objectives.policy import LaneTokens, token_objective
 from longstraw.objectives.size import Aggregation, GroupSize, keep_mask
 
@@ -43,7 +43,6 @@ def dapo_loss(
     The other arguments, the result and errors are those of `grpo_loss`; also a ConfigError if `keep` and
     `size.filtered` disagree.
     """
-    # The metrics of a lane that keeps nothing are zeros, so the inputs are checked before the split.
     lane = LaneTokens.gather(logprobs, old, advantages, ref, kl)
     mask = keep_mask(keep, len(logprobs))
     dropped = mask.count(False)
@@ -56,13 +55,8 @@ def dapo_loss(
         raise ConfigError(f"keep is None and size.filtered={size.filtered}; pass the lane's own part of keep")
     if dropped:
         lane = _without(lane, mask)
-    if not lane.lengths:
-        return PolicyObjective(loss=_connected_zero(logprobs), metrics=_no_metrics(lane))
     objective_T, clipped_T = clipped_surrogate(lane.log_ratio(), lane.token_advantages(), clip)
-    result = token_objective(lane, objective_T, clipped_T, size=size, how=Aggregation.TOKEN_MEAN)
-    if dropped:
-        result = replace(result, loss=result.loss + _connected_zero(logprobs))
-    return result
+    return token_objective(lane, objective_T, clipped_T, size=size, how=Aggregation.TOKEN_MEAN)
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) -> Tensor:
@@ -91,6 +85,12 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) ->
 
 
 def _without(lane: LaneTokens, mask: list[bool]) -> LaneTokens:
+    """The lane with only its kept responses, possibly none.
+
+    All parts are cut from the one tensor that holds every response, so those left out keep a graph and get a
+    zero gradient: hooks on a branch's outputs then still see a backward.
+    """
+
     def pick(values_T: Tensor) -> Tensor:
         parts = [part for part, kept in zip(values_T.split(lane.lengths), mask, strict=True) if kept]
         return torch.cat(parts) if parts else values_T[:0]
@@ -102,25 +102,4 @@ def _without(lane: LaneTokens, mask: list[bool]) -> LaneTokens:
         old_T=pick(lane.old_T),
         ref_T=None if lane.ref_T is None else pick(lane.ref_T),
         advantages_N=lane.advantages_N[[i for i, kept in enumerate(mask) if kept]],
-    )
-
-
-def _connected_zero(logprobs: Sequence[Tensor]) -> Tensor:
-    """Zero, with a graph to every response: hooks on a branch's outputs then still see a backward."""
-    flat_T = torch.cat(list(logprobs))
-    flat_T = flat_T.to(torch.promote_types(flat_T.dtype, torch.float32))
-    # Not a product with zero: a log-prob of -inf would make that nan.
-    return flat_T.masked_fill(torch.ones_like(flat_T, dtype=torch.bool), 0.0).sum()
-
-
-def _no_metrics(lane: LaneTokens) -> PolicyMetrics:
-    zero = lane.old_T.new_zeros(())
-    none = zero.long()
-    return PolicyMetrics(
-        ratios=none,
-        ratio_sum=zero,
-        clipped=none,
-        tokens=none,
-        approx_kl_sum=zero,
-        ref_kl_sum=None if lane.kl is None else zero,
     )

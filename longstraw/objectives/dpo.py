@@ -132,8 +132,12 @@ def dpo_loss(
     """
     _check_settings(pairs, num_pairs, beta, label_smoothing, variant)
     lengths = check_responses("logprobs", logprobs)
-    _check_indices(indices, len(logprobs), pairs, len(ref))
+    if len(indices) != len(lengths) or len(set(indices)) != len(lengths):
+        raise ConfigError(
+            f"indices={list(indices)} must name {len(lengths)} different branches; pass lane.indices"
+        )
     _check_group("ref", ref, logprobs, lengths, indices)
+    _check_pairs(pairs, indices, len(ref))
     if scored is not None:
         if len(scored) != len(ref):
             raise ConfigError(
@@ -223,13 +227,12 @@ def _check_settings(
         )
 
 
-def _check_indices(indices: Sequence[int], lane: int, pairs: Sequence[tuple[int, int]], group: int) -> None:
-    if len(indices) != lane or len(set(indices)) != lane:
-        raise ConfigError(f"indices={list(indices)} must name {lane} different branches; pass lane.indices")
+def _check_pairs(pairs: Sequence[tuple[int, int]], indices: Sequence[int], group: int) -> None:
     for pair in pairs:
         if len(pair) != 2 or pair[0] == pair[1] or not all(0 <= i < group for i in pair):
             raise ConfigError(
-                f"pairs holds {pair}; expected (chosen, rejected), two different indices below {group}"
+                f"pairs holds {pair}; expected (chosen, rejected), two different indices into the group, "
+                f"which has {group} responses by ref"
             )
     unpaired = set(indices) - {i for pair in pairs for i in pair}
     if unpaired:

@@ -176,7 +176,7 @@ def token_weights(lengths: Sequence[int], *, size: GroupSize, how: Aggregation, 
 
 def per_token(values_N: Tensor, lengths: Sequence[int]) -> Tensor:
     """Repeat one value a response for each of its tokens: [n] to [T]."""
-    repeats = torch.tensor(lengths, device=values_N.device)
+    repeats = torch.tensor(lengths, dtype=torch.long, device=values_N.device)
     # Without output_size a CUDA tensor of repeats would be read back, a synchronisation in every lane.
     return torch.repeat_interleave(values_N, repeats, output_size=sum(lengths))
 
