@@ -122,7 +122,7 @@ class SpoolFile:
             raise CapacityError(
                 f"{self.path} cannot hold the pages: {format_bytes(size)} asked for, "
                 f"{format_bytes(self.size)} had, {format_bytes(disk.f_bavail * disk.f_frsize)} free on its "
-                f"filesystem ({cause}); free space there, or lower this tier's tiers[i].budget and raise another's"
+                f"filesystem ({cause}); free space there, or lower its tiers[i].budget"
             ) from cause
         self.size = size
 

@@ -54,9 +54,9 @@ class StagingPool:
         self._free.append(slot)
 
     def trim(self) -> None:
-        """Free the slots that nobody has, once their copies have ended."""
+        """Free the slots that nobody has. The allocator may reuse their memory after their copies only."""
         for slot in self._free:
             for transfer in slot.after:
-                transfer.result()
+                transfer.wait()
             self.bytes -= slot.buffer.numel()
         self._free.clear()

@@ -212,9 +212,11 @@ class PageStream:
                     self._pool.trim()
 
     def close(self) -> None:
-        """End the look-ahead and wait for the write-backs. Idempotent; requests may be left.
+        """End the look-ahead. Idempotent; requests may be left.
 
-        Raises `PageLostError` if a write-back failed; its pages are LOST then.
+        Write-backs on a CUDA stream go on (who leases their rows next comes after them); those of worker
+        threads are waited for if the stream's own slots are their source. Raises `PageLostError` if a
+        write-back is known to have failed; its pages are LOST then, and whoever leases them is told again.
         """
         if self._closed:
             return
@@ -223,10 +225,10 @@ class PageStream:
             lease.abandon()
             self._pool.give_back(slot, (record(self._device),))
         self._brought.clear()
-        failures = [segment.settle(block=True) for segment in self._written.values()]
-        self._written.clear()
         if self._own_pool:
             self._pool.trim()
+        failures = [segment.settle() for segment in self._written.values()]
+        self._written.clear()
         for cause in failures:
             if cause is not None:
                 raise PageLostError(f"a write-back failed: {cause}") from cause

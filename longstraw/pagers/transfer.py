@@ -150,7 +150,7 @@ def record_on(stream: torch.cuda.Stream, nbytes: int) -> Transfer:
 
 
 def side_streams(device: torch.device) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
-    """One stream for copies to the device and one for copies from it; none on a CPU, which copies in place."""
+    """One stream for copies to the device and one for copies from it; none on a CPU."""
     if device.type != "cuda":
         return None, None
     return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
