@@ -49,6 +49,13 @@ class ExtentAllocator:
         """Bytes of the largest hole."""
         return max((stop - start for start, stop in self._free), default=0)
 
+    def free_tail(self) -> int:
+        """Bytes of the hole at the end of the last region, which `extend` makes longer."""
+        if not self._free or self._free[-1][1] != self._end:
+            return 0
+        start, stop = self._free[-1]
+        return stop - start
+
     def allocate(self, nbytes: int) -> int | None:
         """The offset of the first hole that takes `nbytes`, or None."""
         _check(nbytes)

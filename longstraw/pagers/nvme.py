@@ -95,7 +95,7 @@ class NvmePager:
     def allocate(self, nbytes: int) -> Extent:
         offset = self._extents.allocate(nbytes)
         if offset is None:
-            self._grow(nbytes)
+            self._grow(nbytes - self._extents.free_tail())
             offset = self._extents.allocate(nbytes)
             assert offset is not None
         self.peak = max(self.peak, self.used)
