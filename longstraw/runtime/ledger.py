@@ -67,7 +67,10 @@ class GradientLedger:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._sum_wide))
 
     def _sum_wide(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        assert isinstance(parameter, nn.Parameter)
+        if parameter.grad is None:
+            # Autograd calls the hook also where no gradient came: the last layer's queries in the sweep.
+            return
         total = self._sums.get(parameter)
         if total is None:
             self._sums[parameter] = parameter.grad.float()
