@@ -50,9 +50,7 @@ def test_nothing_is_left_and_nobody_else_reads(tmp_path: Path, monkeypatch: pyte
     file.close()
 
 
-def test_a_file_that_cannot_be_unlinked_goes_on_close(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_unlinked_goes_on_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, *, dir_fd: int) -> None:
         raise OSError(errno.EBUSY, "busy")
 
@@ -244,9 +242,7 @@ def test_changed_bytes_are_noticed(tmp_path: Path) -> None:
         tier.read(extent, 0, target[:65_536]).wait()
         with pytest.raises(PageLostError, match="bytes 65536:131072 of its file are not what was written"):
             tier.read(extent, 0, target).wait()
-        with pytest.raises(
-            PageLostError, match="checksum"
-        ):  # a write must not give the bytes beside it a new sum
+        with pytest.raises(PageLostError, match="checksum"):  # a write must not give the bytes beside it a new sum
             tier.write(extent, 66_000, noise(100)).wait()
     pager.close()
     unchecked.close()
