@@ -71,7 +71,7 @@ class Runtime:
         responses: Sequence[Tensor],
         *,
         model: nn.Module | None = None,
-        adapter: None | _Same = _Same.AS_TRAINED,
+        adapter: _Same | None = _Same.AS_TRAINED,
         row_tokens: int | None = None,
     ) -> list[Tensor]:
         """Log-probs of responses from a capture of its own, for a reference policy: capture, score, free.

@@ -10,27 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from longstraw.runtime.layer_spec import LayerSpec
+
 if TYPE_CHECKING:
     from longstraw.runtime.passes import ForwardPass
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerProfile:
-    """One layer's resident state, as a short run of the model showed it.
-
-    Attributes:
-        index: the layer's number in the model, from 0.
-        num_heads, num_kv_heads, head_dim: of its attention.
-        dtype: of its keys and values.
-        needs_gradient: whether a gradient that reaches its keys or values trains anything.
-    """
-
-    index: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    needs_gradient: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +27,7 @@ class ModelProfile:
         hidden_dtype: of the hidden states.
     """
 
-    layers: tuple[LayerProfile, ...]
+    layers: tuple[LayerSpec, ...]
     graph_bytes: int
     hidden_size: int
     vocab_size: int

@@ -60,7 +60,9 @@ class PackedBranches:
         input_ids_S, positions_S, targets_S: int64 [S], on `device`.
     """
 
-    def __init__(self, last_prompt_token: Tensor, prompt_tokens: int, responses: Sequence[Tensor], device: torch.device):
+    def __init__(
+        self, last_prompt_token: Tensor, prompt_tokens: int, responses: Sequence[Tensor], device: torch.device
+    ):
         self.lengths = tuple(len(response) for response in responses)
         inputs, positions = [], []
         for response in responses:

@@ -56,7 +56,9 @@ class Engine:
 
     def transaction(self, prompt_ids: Tensor, row_tokens: int | None, *, score_only: bool = False) -> Transaction:
         """A transaction on one prompt. `score_only` holds no gradient pages, whatever the config says."""
-        return Transaction(self, prompt_ids, row_tokens, exact=not score_only and self.config.gradient.prompt == "exact")
+        return Transaction(
+            self, prompt_ids, row_tokens, exact=not score_only and self.config.gradient.prompt == "exact"
+        )
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -77,8 +79,10 @@ class Engine:
 
     # For transactions
 
-    def reserve(self, owner: str, profile: ModelProfile, rows: int, *, exact: bool) -> PromptState:
-        """Pages for a prompt of `rows` captured rows."""
+    def reserve(
+        self, owner: str, profile: ModelProfile, chunks: Sequence[tuple[int, int]], *, exact: bool
+    ) -> PromptState:
+        """Pages for a prompt that will be captured in these chunks."""
         config = self.config
         block = config.pages.block_tokens
         if block == AUTO:
@@ -88,7 +92,7 @@ class Engine:
             self.store,
             owner,
             profile.layers,
-            rows=rows,
+            chunks=chunks,
             exact=exact,
             accumulate_wide=config.gradient.accumulate == "float32",
             block_tokens=block,

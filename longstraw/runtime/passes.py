@@ -1,21 +1,20 @@
-"""One forward pass of the model, its backward, and the pages that each layer is handed during both."""
+"""One forward pass of the model and its backward: why it runs, what it may read, and in which order."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Generator, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
-from longstraw.errors import StreamOrderError
-from longstraw.kernels.attention import KvBlock, KvGradient, choose_ops, keep_state_only, kv_views, paged_attention
+from longstraw.errors import StreamOrderError, UnsupportedModelError
 from longstraw.pagers.stream import PageStream, Request
-from longstraw.resident.lease import Access
-from longstraw.runtime.prompt_state import PromptState
+from longstraw.runtime.layer_io import LayerIO
+from longstraw.runtime.layer_spec import LayerSpec
+from longstraw.runtime.prompt_state import PromptState, carried_specs, token_specs
 
 
 class Purpose(enum.Enum):
@@ -67,6 +66,10 @@ class ForwardPass:
         head: what the LM head is to compute, or None if only state is wanted.
         checkpoint: keep only each layer's input and attention output, and recompute the rest in the backward.
         row_tokens: the row length whose position encoding is used, where that depends on the length.
+
+    Attributes:
+        own_rows: the rows that the one chunk of a CAPTURE or SWEEP is.
+        kept: by layer, what a recomputation must find again instead of computing it: attention outputs, selections.
     """
 
     def __init__(
@@ -89,14 +92,16 @@ class ForwardPass:
         self.row_tokens = row_tokens
         self.traffic = PassTraffic()
         self.own_rows = (prefix_rows, prefix_rows + sum(self.lengths))
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._ran: set[int] = set()
+        self.kept: dict[Hashable, Any] = {}
+        self.declared: list[LayerSpec] = []
+        self._layers: dict[int, LayerIO] = {}
+        self._known = {layer.index: layer for layer in state.layers} if state is not None else {}
         self._forward: PageStream | None = None
         self._backward: PageStream | None = None
 
     def __enter__(self) -> Self:
         if self.state is not None:
-            self._forward = self.state.stream(self._forward_schedule())
+            self._forward = self.state.stream(self._schedule(self.state, backward=False))
         return self
 
     def __exit__(
@@ -105,126 +110,91 @@ class ForwardPass:
         streams = [stream for stream in (self._forward, self._backward) if stream is not None]
         self._forward = self._backward = None
         self.kept.clear()
+        self._layers.clear()
         for stream in streams:
             stream.close()
             self.traffic.add_stream(stream)
 
-    def attention(self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scale: float) -> Tensor:
-        """Layer `layer`'s attention in this pass; shapes as in `kernels.attention.paged_attention`.
+    def layer(self, spec: LayerSpec) -> LayerIO:
+        """What layer `spec.index` works with in this pass. Called by its family each time that the layer runs.
 
-        Raises StreamOrderError if a layer attends twice in one pass: its pages stream by once.
+        Raises:
+            StreamOrderError: the layer runs twice in one pass, and not to recompute: its pages stream by once.
+            UnsupportedModelError: it keeps other states than in the probe.
         """
-        recomputing = self.checkpoint and (layer in self.kept or self._state_only(layer))
-        if layer in self._ran and not recomputing:
-            raise StreamOrderError(
-                f"layer {layer} attended twice in one {self.purpose.value} pass; modules that are shared between "
-                "layers, and recomputation by anything but Longstraw, are not supported"
-            )
-        self._ran.add(layer)
-        pages = _LayerPages(self, layer)
-        if self._state_only(layer):
-            out = keep_state_only(q_BHSD, k_BKSD, v_BKSD, pages)
-        else:
-            ops = choose_ops(q_BHSD.device, q_BHSD.dtype, q_BHSD.shape[3])
-            out = paged_attention(q_BHSD, k_BKSD, v_BKSD, lengths=self.lengths, pages=pages, ops=ops, scale=scale)
-        if self.purpose is Purpose.CAPTURE:
-            pages.fill(k_BKSD, v_BKSD)
-        return out
+        io = self._layers.get(spec.index)
+        if io is not None:
+            if not self.checkpoint:
+                raise StreamOrderError(
+                    f"layer {spec.index} ran twice in one {self.purpose.value} pass; modules that are shared between "
+                    "layers, and recomputation by anything but Longstraw, are not supported"
+                )
+            return io.again()
+        known = self._known.get(spec.index)
+        if self.state is None:
+            self.declared.append(spec)
+        elif known is None or [s.state(0) for s in known.states] != [s.state(0) for s in spec.states]:
+            raise UnsupportedModelError(f"layer {spec.index} keeps other state in a {self.purpose.value} than before")
+        io = LayerIO(self, known or spec)
+        self._layers[spec.index] = io
+        return io
 
-    def _state_only(self, layer: int) -> bool:
-        # Nothing reads the last layer's output when only the prompt's state is wanted.
+    def output_unused(self, index: int) -> bool:
+        """Whether nobody reads the layer's output: the last layer, where only the prompt's state is wanted."""
         return (
             self.purpose in (Purpose.CAPTURE, Purpose.SWEEP)
             and self.state is not None
-            and layer == self.state.layers[-1].index
+            and index == self.state.layers[-1].index
         )
 
-    def _forward_schedule(self) -> list[Request]:
-        assert self.state is not None
+    def _schedule(self, state: PromptState, *, backward: bool) -> list[Request]:
         schedule: list[Request] = []
-        for layer in self.state.layers:
-            if not self._state_only(layer.index):
-                schedule += self.state.kv_requests(layer.index, self.prefix_rows)
-            if self.purpose is Purpose.CAPTURE:
-                schedule.append(self.state.kv_fill(layer.index, *self.own_rows))
+        for layer in reversed(state.layers) if backward else state.layers:
+            schedule += self._layer_backward(state, layer) if backward else self._layer_forward(state, layer)
         return schedule
 
-    def _backward_schedule(self) -> list[Request]:
-        assert self.state is not None
+    def _layer_forward(self, state: PromptState, layer: LayerSpec) -> list[Request]:
+        """Carried states in, token states block by block; then, in a capture, both written in the same order."""
         schedule: list[Request] = []
-        for layer in reversed(self.state.layers):
-            if not self._state_only(layer.index):
-                for kv in self.state.kv_requests(layer.index, self.prefix_rows):
-                    schedule.append(kv)
-                    schedule += self.state.gradient_updates(layer.index, kv.start, kv.stop)
-            if self.purpose is Purpose.SWEEP:
-                schedule += self.state.gradient_reads(layer.index, *self.own_rows)
+        tokens, carried = token_specs(layer), carried_specs(layer)
+        if self.prefix_rows:
+            schedule += [state.carried_read(layer.index, spec.name, self.prefix_rows) for spec in carried]
+        if not (layer.skips_unused_output and self.output_unused(layer.index)):
+            for spec in tokens:
+                schedule += state.reads(layer.index, spec.name, self.prefix_rows)
+        if self.purpose is Purpose.CAPTURE:
+            schedule += [state.fill(layer.index, spec.name, *self.own_rows) for spec in tokens]
+            schedule += [state.carried_fill(layer.index, spec.name, self.own_rows[1]) for spec in carried]
         return schedule
+
+    def _layer_backward(self, state: PromptState, layer: LayerSpec) -> list[Request]:
+        """Carried gradients of the chunk's own boundary; token states with their gradients; the chunk's own rows'
+        gradients; then what goes to the boundary before."""
+        schedule: list[Request | None] = []
+        tokens, carried = token_specs(layer), carried_specs(layer)
+        sweep = self.purpose is Purpose.SWEEP
+        if sweep:
+            schedule += [state.carried_gradient_read(layer.index, s.name, self.own_rows[1]) for s in carried[::-1]]
+        if not (layer.skips_unused_output and self.output_unused(layer.index)):
+            for spec in tokens:
+                if spec.backward:
+                    for read in state.reads(layer.index, spec.name, self.prefix_rows):
+                        update = state.gradient_update(layer.index, spec.name, read.start, read.stop)
+                        schedule += [read, update]
+        if sweep:
+            schedule += [state.gradient_read(layer.index, spec.name, *self.own_rows) for spec in tokens]
+        if self.prefix_rows:
+            schedule += [state.carried_gradient_update(layer.index, s.name, self.prefix_rows) for s in carried[::-1]]
+        return [request for request in schedule if request is not None]
 
     def forward_stream(self) -> PageStream:
+        """The forward's stream."""
         assert self._forward is not None, "the pass is not open"
         return self._forward
 
     def backward_stream(self) -> PageStream:
+        """The backward's stream, opened when first asked for."""
         if self._backward is None:
             assert self.state is not None and self._forward is not None, "the pass is not open"
-            self._backward = self.state.stream(self._backward_schedule())
+            self._backward = self.state.stream(self._schedule(self.state, backward=True))
         return self._backward
-
-
-class _LayerPages:
-    """`PrefixPages` of one layer in one pass."""
-
-    def __init__(self, forward: ForwardPass, layer: int) -> None:
-        self._pass, self._layer = forward, layer
-
-    def forward_blocks(self) -> Generator[KvBlock]:
-        state = self._pass.state
-        if state is None:
-            return
-        for request in state.kv_requests(self._layer, self._pass.prefix_rows):
-            with self._pass.forward_stream().next(request.segment, request.start, request.stop) as rows:
-                yield KvBlock(rows_TC=rows)
-
-    def backward_blocks(self) -> Generator[KvBlock]:
-        state = self._pass.state
-        if state is None:
-            return
-        for request in state.kv_requests(self._layer, self._pass.prefix_rows):
-            stream = self._pass.backward_stream()
-            updates = state.gradient_updates(self._layer, request.start, request.stop)
-            with stream.next(request.segment, request.start, request.stop) as rows:
-                update = updates[0] if updates else None
-                with (
-                    stream.next(update.segment, update.start, update.stop) if update else nullcontext()
-                ) as gradient_rows:
-                    gradient = None
-                    if update is not None:
-                        assert gradient_rows is not None
-                        gradient = KvGradient(rows_TC=gradient_rows, overwrite=update.access is Access.FILL)
-                    yield KvBlock(rows_TC=rows, gradient=gradient)
-
-    def own_gradient(self) -> Generator[Tensor]:
-        state = self._pass.state
-        if state is None or self._pass.purpose is not Purpose.SWEEP:
-            return
-        for request in state.gradient_reads(self._layer, *self._pass.own_rows):
-            with self._pass.backward_stream().next(request.segment, request.start, request.stop) as rows:
-                yield rows
-
-    def kept_output(self) -> tuple[Tensor, Tensor] | None:
-        return self._pass.kept.get(self._layer)
-
-    def keep_output(self, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
-        if self._pass.checkpoint:
-            self._pass.kept[self._layer] = (out_BHSD, lse_BHS)
-
-    def fill(self, k_BKSD: Tensor, v_BKSD: Tensor) -> None:
-        """Copy this pass's own keys and values to their pages."""
-        state = self._pass.state
-        assert state is not None
-        request = state.kv_fill(self._layer, *self._pass.own_rows)
-        with self._pass.forward_stream().next(request.segment, request.start, request.stop) as rows:
-            k_rows, v_rows = kv_views(rows, k_BKSD.shape[1], k_BKSD.shape[3])
-            k_rows.copy_(k_BKSD)
-            v_rows.copy_(v_BKSD)

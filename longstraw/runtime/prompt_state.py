@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from longstraw.pagers.staging import StagingPool
 from longstraw.pagers.stream import PageStream, Request
 from longstraw.resident.lease import Access
 from longstraw.resident.placement import Reservation
-from longstraw.resident.state import Field, State, StateKind
+from longstraw.resident.state import StateKind
 from longstraw.resident.store import PageStore, Segment
-from longstraw.runtime.adapter import LayerProfile
+from longstraw.runtime.layer_spec import LayerSpec, StateSpec
 
 # A gradient page is read and written in every pass, in float32: it takes the fastest tier first.
-GRADIENT_PRIORITY, KV_PRIORITY = 0, 1
+GRADIENT_PRIORITY, STATE_PRIORITY = 0, 1
 
 
 class PromptState:
     """The pages of one captured prompt, and of its gradient in exact mode.
 
+    Token states have a row a token. Carried states have a row a chunk boundary in exact mode (the sweep starts each
+    chunk from its own), else one row that is overwritten. The gradient rows of carried states run backwards, last
+    boundary first: that is the order in which they are filled.
+
     Args:
         store: where the pages live.
         owner: the transaction's name in the store.
         layers: the model's layers, in the order in which they run.
-        rows: captured tokens.
+        chunks: the prompt's rows, cut as they will be captured.
         exact: whether to hold gradient pages.
         accumulate_wide: keep gradient pages in float32 even where the state is narrower.
         block_tokens: rows streamed at once.
@@ -40,9 +42,9 @@ class PromptState:
         self,
         store: PageStore,
         owner: str,
-        layers: Sequence[LayerProfile],
+        layers: Sequence[LayerSpec],
         *,
-        rows: int,
+        chunks: Sequence[tuple[int, int]],
         exact: bool,
         accumulate_wide: bool,
         block_tokens: int,
@@ -50,29 +52,40 @@ class PromptState:
         staging: StagingPool,
     ) -> None:
         self.layers = tuple(layers)
-        self.rows = rows
         self.gradients_started = False
-        self._store, self._owner = store, owner
-        self._block_tokens, self._lookahead, self._staging = block_tokens, lookahead, staging
-        self._kv: dict[int, Segment] = {}
-        self._gradient: dict[int, Segment] = {}
-        if rows == 0:
-            return
+        self._exact = exact
+        self._boundaries = {stop: number for number, (_, stop) in enumerate(chunks)}
+        self._store, self._owner, self._staging = store, owner, staging
+        self._block_tokens, self._lookahead = block_tokens, lookahead
+        self._segments: dict[tuple[int, str], Segment] = {}
+        self._gradients: dict[tuple[int, str], Segment] = {}
+        if chunks:
+            self._reserve(chunks[-1][1], len(chunks), accumulate_wide)
+
+    def _reserve(self, tokens: int, boundaries: int, wide: bool) -> None:
         reservations, places = [], []
         for layer in self.layers:
-            reservations.append(Reservation(state=_kv_state(layer), rows=rows, priority=KV_PRIORITY))
-            places.append((self._kv, layer.index))
-            if exact and layer.needs_gradient:
-                state = _gradient_state(layer, accumulate_wide)
-                reservations.append(Reservation(state=state, rows=rows, priority=GRADIENT_PRIORITY))
-                places.append((self._gradient, layer.index))
-        for (table, index), segment in zip(places, store.reserve(owner, reservations), strict=True):
-            table[index] = segment
+            for spec in layer.states:
+                rows = tokens if spec.kind is StateKind.TOKEN else (boundaries if self._exact else 1)
+                key = (layer.index, spec.name)
+                reservations.append(Reservation(state=spec.state(layer.index), rows=rows, priority=STATE_PRIORITY))
+                places.append((self._segments, key))
+                if self._exact and spec.trained:
+                    state = spec.gradient_state(layer.index, wide)
+                    reservations.append(Reservation(state=state, rows=rows, priority=GRADIENT_PRIORITY))
+                    places.append((self._gradients, key))
+        for (table, key), segment in zip(places, self._store.reserve(self._owner, reservations), strict=True):
+            table[key] = segment
 
     @property
     def needs_sweep(self) -> bool:
         """Whether some gradient that reached the state has yet to go back through the prompt."""
-        return self.gradients_started and bool(self._gradient)
+        return self.gradients_started and bool(self._gradients)
+
+    @property
+    def has_carried(self) -> bool:
+        """Whether some state exists at chunk boundaries only, so that the sweep must cut as the capture did."""
+        return any(spec.kind is StateKind.CARRIED for layer in self.layers for spec in layer.states)
 
     def stream(self, schedule: Sequence[Request]) -> PageStream:
         """A look-ahead stream over the announced requests."""
@@ -80,68 +93,90 @@ class PromptState:
             self._store, schedule, lookahead=self._lookahead, device=self._staging.device, staging=self._staging
         )
 
-    def blocks(self, rows: int) -> list[tuple[int, int]]:
-        """The first `rows` rows in runs of `block_tokens`. They start at the same rows whatever tier holds them."""
-        return [(at, min(at + self._block_tokens, rows)) for at in range(0, rows, self._block_tokens)]
+    # Token states
 
-    def kv_requests(self, layer: int, rows: int) -> list[Request]:
-        """Reads of the first `rows` rows of a layer."""
-        return [Request(self._kv[layer], start, stop, Access.READ) for start, stop in self.blocks(rows)]
+    def reads(self, layer: int, name: str, rows: int) -> list[Request]:
+        """Reads of the first `rows` rows, in blocks. Blocks start at the same rows whatever tier holds them."""
+        segment = self._segments[layer, name]
+        return [
+            Request(segment, at, min(at + self._block_tokens, rows), Access.READ)
+            for at in range(0, rows, self._block_tokens)
+        ]
 
-    def kv_fill(self, layer: int, start: int, stop: int) -> Request:
+    def fill(self, layer: int, name: str, start: int, stop: int) -> Request:
         """The write of rows that were just computed."""
-        return Request(self._kv[layer], start, stop, Access.FILL)
+        return Request(self._segments[layer, name], start, stop, Access.FILL)
 
-    def gradient_updates(self, layer: int, start: int, stop: int) -> list[Request]:
-        """The request that adds to a block's gradient (the first pass over all blocks overwrites), or none."""
-        if layer not in self._gradient:
-            return []
+    def gradient_update(self, layer: int, name: str, start: int, stop: int) -> Request | None:
+        """The request that adds to a block's gradient (the first pass over all blocks overwrites), or None."""
+        segment = self._gradients.get((layer, name))
         access = Access.UPDATE if self.gradients_started else Access.FILL
-        return [Request(self._gradient[layer], start, stop, access)]
+        return None if segment is None else Request(segment, start, stop, access)
 
-    def gradient_reads(self, layer: int, start: int, stop: int) -> list[Request]:
-        """The read of the gradient that reached rows start..stop, or none."""
-        if layer not in self._gradient:
-            return []
-        return [Request(self._gradient[layer], start, stop, Access.READ)]
+    def gradient_read(self, layer: int, name: str, start: int, stop: int) -> Request | None:
+        """The read of the gradient that reached rows start..stop, or None."""
+        segment = self._gradients.get((layer, name))
+        return None if segment is None else Request(segment, start, stop, Access.READ)
+
+    # Carried states, by the token at which a chunk ends
+
+    def carried_read(self, layer: int, name: str, boundary: int) -> Request:
+        """The state after the first `boundary` tokens."""
+        row = self._row(boundary)
+        return Request(self._segments[layer, name], row, row + 1, Access.READ)
+
+    def carried_fill(self, layer: int, name: str, boundary: int) -> Request:
+        """The write of the state after the first `boundary` tokens."""
+        row = self._row(boundary)
+        return Request(self._segments[layer, name], row, row + 1, Access.FILL)
+
+    def carried_gradient_read(self, layer: int, name: str, boundary: int) -> Request | None:
+        """The gradient that reached the state after `boundary` tokens, or None."""
+        segment = self._gradients.get((layer, name))
+        row = self._gradient_row(boundary)
+        return None if segment is None else Request(segment, row, row + 1, Access.READ)
+
+    def carried_gradient_update(self, layer: int, name: str, boundary: int) -> Request | None:
+        """The request that adds to it: branches share the last boundary, a chunk is alone at any other."""
+        segment = self._gradients.get((layer, name))
+        row = self._gradient_row(boundary)
+        access = Access.UPDATE if row == 0 and self.gradients_started else Access.FILL
+        return None if segment is None else Request(segment, row, row + 1, access)
+
+    def _row(self, boundary: int) -> int:
+        return self._boundaries[boundary] if self._exact else 0
+
+    def _gradient_row(self, boundary: int) -> int:
+        return len(self._boundaries) - 1 - self._boundaries[boundary]
+
+    # The whole
 
     def discard_gradients(self) -> None:
         """Forget all gradient that has reached the state; the pages stay reserved."""
-        for segment in self._gradient.values():
+        for segment in self._gradients.values():
             self._store.void(segment)
         self.gradients_started = False
 
     def release(self, *, force: bool = False) -> None:
         """Give every page back. `force` after a failure, when leases may still be open."""
         self._store.release(self._owner, force=force)
-        self._kv.clear()
-        self._gradient.clear()
+        self._segments.clear()
+        self._gradients.clear()
 
     def tier_bytes(self) -> dict[str, int]:
         """Bytes reserved on each tier."""
         totals: dict[str, int] = {}
-        for segment in (*self._kv.values(), *self._gradient.values()):
+        for segment in (*self._segments.values(), *self._gradients.values()):
             for tier, count in segment.tier_bytes().items():
                 totals[tier] = totals.get(tier, 0) + count
         return totals
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def carried_specs(layer: LayerSpec) -> list[StateSpec]:
+    """The carried states of a layer, in order."""
+    return [spec for spec in layer.states if spec.kind is StateKind.CARRIED]
 
 
-def _kv_fields(layer: LayerProfile) -> tuple[Field, ...]:
-    return tuple(Field(name=name, shape=(layer.num_kv_heads, layer.head_dim)) for name in ("k", "v"))
-
-
-def _kv_state(layer: LayerProfile) -> State:
-    return State(
-        kind=StateKind.TOKEN, layer=layer.index, name="kv", fields=_kv_fields(layer), dtype=_dtype_name(layer.dtype)
-    )
-
-
-def _gradient_state(layer: LayerProfile, wide: bool) -> State:
-    dtype = torch.float32 if wide and layer.dtype.itemsize < 4 else layer.dtype
-    return State(
-        kind=StateKind.TOKEN, layer=layer.index, name="kv_grad", fields=_kv_fields(layer), dtype=_dtype_name(dtype)
-    )
+def token_specs(layer: LayerSpec) -> list[StateSpec]:
+    """The token states of a layer, in order."""
+    return [spec for spec in layer.states if spec.kind is StateKind.TOKEN]

@@ -28,33 +28,24 @@ class GraphSize:
 
 
 def graph_bytes(profile: ModelProfile, checkpoint: bool) -> int:
-    """Bytes of live graph a token. With checkpointing: each layer's input, attention output and log-sum-exp, and one
-    layer's whole graph with its gradients."""
-    if not profile.layers:
+    """Bytes of live graph a token. With checkpointing: each layer's input and what it keeps beside it, and one layer's
+    whole graph with its gradients."""
+    if not checkpoint or not profile.layers:
         return max(profile.graph_bytes, 1)
-    if not checkpoint:
-        return max(profile.graph_bytes, 1)
-    itemsize = profile.hidden_dtype.itemsize
-    kept = sum(
-        profile.hidden_size * itemsize + layer.num_heads * (layer.head_dim * layer.dtype.itemsize + 4)
-        for layer in profile.layers
-    )
+    inputs = len(profile.layers) * profile.hidden_size * profile.hidden_dtype.itemsize
+    kept = inputs + sum(layer.kept_bytes for layer in profile.layers)
     return kept + 3 * profile.graph_bytes // len(profile.layers)
 
 
-def workspace_bytes(profile: ModelProfile, tokens: int, logit_block_tokens: int) -> int:
-    """Bytes beside the graph: a block of logits (scores, probabilities and gradient), and attention in float32."""
-    logits = 4 * 4 * min(tokens, logit_block_tokens) * profile.vocab_size
-    attention = max((4 * 6 * layer.num_heads * layer.head_dim for layer in profile.layers), default=0)
-    return logits + tokens * attention
-
-
 def fitting_tokens(profile: ModelProfile, free: int, checkpoint: bool, logit_block_tokens: int) -> int:
-    """The most tokens whose graph and workspace fit in `free` bytes; 0 if none do."""
-    fixed = workspace_bytes(profile, logit_block_tokens, logit_block_tokens)
-    per_token = graph_bytes(profile, checkpoint)
-    attention = max((4 * 6 * layer.num_heads * layer.head_dim for layer in profile.layers), default=0)
-    return max(int(free * USABLE - fixed) // (per_token + attention), 0)
+    """The most tokens whose graph and workspace fit in `free` bytes; 0 if none do.
+
+    Beside the graph there is a block of logits (scores, probabilities, gradients, in float32), and one layer's
+    workspace.
+    """
+    logits = 4 * 4 * logit_block_tokens * profile.vocab_size
+    workspace = max((layer.workspace_bytes for layer in profile.layers), default=0)
+    return max(int(free * USABLE - logits) // (graph_bytes(profile, checkpoint) + workspace), 0)
 
 
 def size_lane(

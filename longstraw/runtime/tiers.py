@@ -54,4 +54,3 @@ def resolve_budget(tier: Tier, slower: tuple[Tier, ...], device: torch.device) -
     if tier.kind == "host":
         return int(free_host_bytes() * _SHARE["host"])
     return 0 if slower else int(free_device_bytes(device) * _SHARE["device"])
-

@@ -181,20 +181,23 @@ class Transaction:
         engine = self._engine
         self._weights = engine.watch.now()
         self._frequencies = engine.adapter.frequencies_key(self._row_tokens or len(self._prompt))
-        rows = len(self._prompt) - 1
-        self._state = engine.reserve(self._owner, self._profile, rows, exact=self._exact)
-        self.report.tier_bytes = self._state.tier_bytes()
-        size = engine.chunk_size(self._profile, rows)
+        size = engine.chunk_size(self._profile, len(self._prompt) - 1)
         self._chunk_tokens, self._checkpoint_sweep = size.tokens, size.checkpoint
-        self.report.chunk_tokens = size.tokens
         self.report.checkpoint_sweep = size.checkpoint and self._exact
-        for start, stop in engine.progress("capture", plan_chunks(rows, self._chunk_tokens)):
+        self._capture_chunks()
+        self._move(TransactionState.CAPTURED)
+
+    def _capture_chunks(self) -> None:
+        engine = self._engine
+        chunks = plan_chunks(len(self._prompt) - 1, self._chunk_tokens)
+        self._state = engine.reserve(self._owner, self._profile, chunks, exact=self._exact)
+        self.report.tier_bytes = self._state.tier_bytes()
+        self.report.chunks, self.report.chunk_tokens = len(chunks), self._chunk_tokens
+        for start, stop in engine.progress("capture", chunks):
             forward = self._pass(Purpose.CAPTURE, [stop - start], prefix_rows=start)
             with forward, torch.no_grad(), engine.adapter.active(forward):
                 engine.adapter.run(forward, *self._chunk_inputs(start, stop))
             self.report.add_traffic("capture", forward.traffic)
-            self.report.chunks += 1
-        self._move(TransactionState.CAPTURED)
 
     def _chunk_inputs(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         device = self._engine.device
@@ -269,9 +272,7 @@ class Transaction:
             block_tokens=replay.logit_block_tokens,
             entropy=replay.entropy,
         )
-        forward = self._pass(
-            purpose, rows.lengths, prefix_rows=len(self._prompt) - 1, head=head, checkpoint=checkpoint
-        )
+        forward = self._pass(purpose, rows.lengths, prefix_rows=len(self._prompt) - 1, head=head, checkpoint=checkpoint)
         forward.__enter__()
         try:
             with torch.set_grad_enabled(purpose is Purpose.REPLAY), adapter.active(forward):
@@ -356,9 +357,7 @@ class Transaction:
         engine = self._engine
         chunks = plan_chunks(len(self._prompt) - 1, self._chunk_tokens)
         for start, stop in engine.progress("sweep", chunks[::-1]):
-            forward = self._pass(
-                Purpose.SWEEP, [stop - start], prefix_rows=start, checkpoint=self._checkpoint_sweep
-            )
+            forward = self._pass(Purpose.SWEEP, [stop - start], prefix_rows=start, checkpoint=self._checkpoint_sweep)
             with forward, engine.adapter.active(forward), torch.enable_grad():
                 out = engine.adapter.run(forward, *self._chunk_inputs(start, stop))
                 # The chunk's gradient enters beside the outputs, at its keys and values. Entering through a zero
@@ -433,6 +432,10 @@ class Transaction:
         release_cached(self._engine.device)
         self._chunk_tokens = (self._chunk_tokens + 1) // 2
         self._engine.limit_chunks(self._chunk_tokens)
+        if self._state.has_carried:
+            # Carried state exists at the old boundaries only.
+            self._state.release()
+            self._capture_chunks()
 
     def _check_branches(self, responses: Sequence[Tensor]) -> list[Tensor]:
         branches = check_responses(responses, self._profile.vocab_size)

@@ -72,7 +72,9 @@ class WeightsWatch:
             return 0
         recast = _first_recast(captured, now)
         if recast is not None:
-            raise StaleWeightsError(f"{call}: {recast} since the prompt was captured; capture again after casting weights")
+            raise StaleWeightsError(
+                f"{call}: {recast} since the prompt was captured; capture again after casting weights"
+            )
         if now.state != captured.state:
             raise StaleWeightsError(
                 f"{call}: the prompt was captured under adapter state {captured.state!r}, the model now has "

@@ -67,4 +67,5 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     head.weight.requires_grad_(False)
     out = head_logprobs(hidden, head.weight, None, targets, temperature=1.0, block_tokens=5, entropy=False)
     out.backward(grad)
-    assert head.weight.grad is None and hidden.grad is not None
+    assert head.weight.grad is None
+    assert hidden.grad is not None

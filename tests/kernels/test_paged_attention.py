@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstraw.kernels.attention import KvBlock, KvGradient, choose_ops, keep_state_only, kv_views, paged_attention
+from longstraw.kernels.attention import choose_ops, keep_state_only, kv_views, paged_attention
 from longstraw.kernels.attention.naive import naive_attention
 from longstraw.kernels.attention.tiled import TiledOps
+from longstraw.kernels.rows import RowBlock, RowGradient
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 SCALE = HEAD_DIM**-0.5
@@ -25,15 +26,15 @@ class DensePages:
         self.written = False
         self.kept: tuple[Tensor, Tensor] | None = None
 
-    def forward_blocks(self) -> Generator[KvBlock]:
+    def forward_blocks(self) -> Generator[RowBlock]:
         for at in range(0, len(self.rows), self.block):
-            yield KvBlock(rows_TC=self.rows[at : at + self.block])
+            yield RowBlock(rows_TC=self.rows[at : at + self.block])
 
-    def backward_blocks(self) -> Generator[KvBlock]:
+    def backward_blocks(self) -> Generator[RowBlock]:
         for at in range(0, len(self.rows), self.block):
             rows = slice(at, at + self.block)
-            gradient = KvGradient(rows_TC=self.gradient[rows], overwrite=not self.written)
-            yield KvBlock(rows_TC=self.rows[rows], gradient=gradient)
+            gradient = RowGradient(rows_TC=self.gradient[rows], overwrite=not self.written)
+            yield RowBlock(rows_TC=self.rows[rows], gradient=gradient)
         self.written = True
 
     def own_gradient(self) -> Generator[Tensor]:
@@ -70,7 +71,9 @@ def oracle(x: dict[str, Tensor], lengths: list[int]) -> tuple[Tensor, Tensor, li
     return out, lse, list(torch.autograd.grad(out, [x["q"], x["k"], x["v"], rows], x["grad"], allow_unused=True))
 
 
-@pytest.mark.parametrize("ops", [choose_ops(torch.device("cpu"), torch.float64, HEAD_DIM), TiledOps()], ids=["flash", "tiled"])
+@pytest.mark.parametrize(
+    "ops", [choose_ops(torch.device("cpu"), torch.float64, HEAD_DIM), TiledOps()], ids=["flash", "tiled"]
+)
 @pytest.mark.parametrize("lengths", [[7], [1], [3, 1, 9]])
 @pytest.mark.parametrize(("prefix", "block"), [(0, 8), (1, 8), (24, 8), (29, 8), (29, 100)])
 def test_output_and_every_gradient(prefix: int, block: int, lengths: list[int], ops: object) -> None:
@@ -113,7 +116,9 @@ def test_state_only_passes_nothing_but_the_later_gradient() -> None:
     assert not out.any()
     dq, dk, dv = torch.autograd.grad(out, [x["q"], x["k"], x["v"]], x["grad"], allow_unused=True)
     later_k, later_v = kv_views(later, KV_HEADS, HEAD_DIM)
-    assert dq is None and torch.equal(dk, later_k) and torch.equal(dv, later_v)
+    assert dq is None
+    assert torch.equal(dk, later_k)
+    assert torch.equal(dv, later_v)
 
 
 def test_a_kept_output_is_used_and_not_computed_again() -> None:
@@ -135,12 +140,20 @@ def test_narrow_dtypes_stay_near_the_float64_oracle(dtype: torch.dtype) -> None:
     x, wide = make(300, 9, dtype), make(300, 9)
     pages = DensePages(x["rows"], 64)
     out = paged_attention(
-        x["q"], x["k"], x["v"], lengths=[4, 5], pages=pages, ops=choose_ops(torch.device("cpu"), dtype, HEAD_DIM), scale=SCALE
+        x["q"],
+        x["k"],
+        x["v"],
+        lengths=[4, 5],
+        pages=pages,
+        ops=choose_ops(torch.device("cpu"), dtype, HEAD_DIM),
+        scale=SCALE,
     )
     out.backward(x["grad"])
     want_out, _, want = oracle(wide, [4, 5])
     limit = 1e-5 if dtype == torch.float32 else 2e-2
-    for got, expected in zip([out, x["q"].grad, x["k"].grad, x["v"].grad, pages.gradient], [want_out, *want], strict=True):
+    for got, expected in zip(
+        [out, x["q"].grad, x["k"].grad, x["v"].grad, pages.gradient], [want_out, *want], strict=True
+    ):
         assert got is not None
         error = (got.double() - expected).norm() / expected.norm()
         assert error < limit, error

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from longstraw.errors import TransactionStateError, UnsupportedModelError
+from longstraw.runtime.kv import attend
 from longstraw.runtime.passes import ForwardPass
 
 NAME = "longstraw"
@@ -62,7 +63,7 @@ def _attention(
         query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     index: int = module.layer_idx  # type: ignore[assignment]
-    out = forward.attention(index, query, key, value, scale)
+    out = attend(forward, index, query, key, value, scale)
     return out.transpose(1, 2), None
 
 

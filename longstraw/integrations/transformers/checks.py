@@ -36,7 +36,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
         raise UnsupportedModelError("the model is compiled: pass the model before torch.compile")
     _refuse_prompt_learning(model)
     if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
+        model = model.get_base_model()  # type: ignore[operator]
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"{type(model).__name__} is no transformers model; pass an AutoModelForCausalLM or a PEFT model around one"

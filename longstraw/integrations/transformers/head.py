@@ -33,7 +33,8 @@ def head_output(head: nn.Module, original: Any, hidden_1SE: Tensor, forward: For
         "entropy": request.entropy,
     }
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        weight, bias = head.weight, head.bias
+        weight: Tensor = head.weight
+        bias: Tensor | None = head.bias
         if torch.is_autocast_enabled(hidden.device.type):
             narrow = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(narrow), weight.to(narrow)

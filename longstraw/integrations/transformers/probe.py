@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longstraw.runtime.adapter import LayerProfile, ModelProfile
+from longstraw.runtime.adapter import ModelProfile
+from longstraw.runtime.layer_spec import LayerSpec
 from longstraw.runtime.passes import ForwardPass, Purpose
 
 if TYPE_CHECKING:
@@ -15,28 +16,6 @@ if TYPE_CHECKING:
 
 _SHORT, _LONG = 8, 24
 """Tokens of the two runs whose difference is the cost of a token."""
-
-
-class _ProbePass(ForwardPass):
-    """A pass without pages that notes each layer's keys."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__(Purpose.PROBE, [tokens])
-        self.layers: list[LayerProfile] = []
-
-    def attention(self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scale: float) -> Tensor:
-        assert k_BKSD.shape == v_BKSD.shape, "keys and values of different sizes"
-        self.layers.append(
-            LayerProfile(
-                index=layer,
-                num_heads=q_BHSD.shape[1],
-                num_kv_heads=k_BKSD.shape[1],
-                head_dim=k_BKSD.shape[3],
-                dtype=k_BKSD.dtype,
-                needs_gradient=k_BKSD.requires_grad or v_BKSD.requires_grad,
-            )
-        )
-        return super().attention(layer, q_BHSD, k_BKSD, v_BKSD, scale)
 
 
 def probe(adapter: TransformersAdapter, config: Any) -> ModelProfile:
@@ -52,7 +31,7 @@ def probe(adapter: TransformersAdapter, config: Any) -> ModelProfile:
     )
 
 
-def _run(adapter: TransformersAdapter, tokens: int) -> tuple[int, list[LayerProfile], torch.dtype]:
+def _run(adapter: TransformersAdapter, tokens: int) -> tuple[int, list[LayerSpec], torch.dtype]:
     """Bytes that autograd saves beside parameters, the layers in order, and the hidden states' dtype."""
     ids = torch.zeros(tokens, dtype=torch.int64, device=adapter.device)
     parameters = {p.untyped_storage().data_ptr() for p in adapter.modules.parameters()}
@@ -65,8 +44,8 @@ def _run(adapter: TransformersAdapter, tokens: int) -> tuple[int, list[LayerProf
             saved[storage.data_ptr()] = storage
         return tensor
 
-    forward = _ProbePass(tokens)
+    forward = ForwardPass(Purpose.PROBE, [tokens])
     with forward, adapter.active(forward), torch.enable_grad():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out = adapter.run(forward, ids, torch.arange(tokens, device=adapter.device))
-    return sum(storage.nbytes() for storage in saved.values()), forward.layers, out.dtype
+    return sum(storage.nbytes() for storage in saved.values()), forward.declared, out.dtype

@@ -49,7 +49,9 @@ def pinned(rotaries: list[nn.Module], row_tokens: int | None) -> Iterator[None]:
 
 
 def _longest_first(row_tokens: int) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         by_name = "position_ids" in kwargs
         positions: Tensor = kwargs["position_ids"] if by_name else args[1]
         hidden: Tensor = args[0] if args else kwargs["x"]

@@ -2,13 +2,12 @@
 
 from longstraw.kernels.attention.ops import AttentionOps, choose_ops
 from longstraw.kernels.attention.paged import PrefixPages, keep_state_only, paged_attention
-from longstraw.kernels.attention.rows import KvBlock, KvGradient, kv_views
+from longstraw.kernels.attention.rows import add_kv_gradient, kv_views
 
 __all__ = [
     "AttentionOps",
-    "KvBlock",
-    "KvGradient",
     "PrefixPages",
+    "add_kv_gradient",
     "choose_ops",
     "keep_state_only",
     "kv_views",

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from longstraw.kernels.attention.merge import PartialMerge
 from longstraw.kernels.attention.ops import AttentionOps
-from longstraw.kernels.attention.rows import KvBlock, kv_views
+from longstraw.kernels.attention.rows import add_kv_gradient, kv_views
+from longstraw.kernels.rows import RowBlock
 
 
 class PrefixPages(Protocol):
     """A layer's view of the pages for one pass. Blocks come in token order, each valid until the next is asked for."""
 
-    def forward_blocks(self) -> Generator[KvBlock]:
+    def forward_blocks(self) -> Generator[RowBlock]:
         """The prefix's blocks, without gradients."""
         ...
 
-    def backward_blocks(self) -> Generator[KvBlock]:
+    def backward_blocks(self) -> Generator[RowBlock]:
         """The prefix's blocks again, with where their gradients go (or None)."""
         ...
 
@@ -141,7 +142,7 @@ class _PagedAttention(torch.autograd.Function):
                 )
                 dq += dq_part
                 if block.gradient is not None:
-                    block.gradient.add(dk_part, dv_part)
+                    add_kv_gradient(block.gradient, dk_part, dv_part)
         dk = torch.empty(k.shape, dtype=wide, device=k.device)
         dv = torch.empty(v.shape, dtype=wide, device=v.device)
         for rows in _branches(ctx.lengths):

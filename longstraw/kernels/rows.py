@@ -1,0 +1,41 @@
+"""Rows of resident state as kernels are handed them: a block, and where its gradient goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowGradient:
+    """Where the gradient of a block's rows goes.
+
+    Attributes:
+        rows_TC: [T, C] in the accumulation dtype: the storage of the gradient pages, or a staging copy that is written
+            back when the block is left.
+        overwrite: True if the rows hold nothing yet: they are written, not read.
+    """
+
+    rows_TC: Tensor
+    overwrite: bool
+
+    def add(self, gradient_TC: Tensor) -> None:
+        """Add one pass's gradient [T, C], in any floating dtype."""
+        if self.overwrite:
+            self.rows_TC.copy_(gradient_TC)
+        else:
+            self.rows_TC.add_(gradient_TC)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowBlock:
+    """Consecutive rows of one state on the compute device, valid until the next block is asked for.
+
+    Attributes:
+        rows_TC: [T, C], the state's fields side by side.
+        gradient: where the block's gradient is added, or None when nobody wants it.
+    """
+
+    rows_TC: Tensor
+    gradient: RowGradient | None = None

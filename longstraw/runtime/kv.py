@@ -1,0 +1,73 @@
+"""Layers that keep keys and values: their spec, and their attention in a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from torch import Tensor
+
+from longstraw.kernels.attention import choose_ops, keep_state_only, kv_views, paged_attention
+from longstraw.kernels.rows import RowBlock
+from longstraw.resident.state import Field, StateKind
+from longstraw.runtime.layer_io import LayerIO
+from longstraw.runtime.layer_spec import LayerSpec, StateSpec
+from longstraw.runtime.passes import ForwardPass
+
+KV = "kv"
+
+
+def kv_spec(layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> LayerSpec:
+    """The spec of a layer with plain attention, from its tensors."""
+    heads, kv_heads, head_dim = q_BHSD.shape[1], k_BKSD.shape[1], k_BKSD.shape[3]
+    fields = tuple(Field(name=name, shape=(kv_heads, head_dim)) for name in ("k", "v"))
+    trained = k_BKSD.requires_grad or v_BKSD.requires_grad
+    kv = StateSpec(name=KV, kind=StateKind.TOKEN, fields=fields, dtype=k_BKSD.dtype, trained=trained)
+    return LayerSpec(
+        index=layer,
+        states=(kv,),
+        # The output and its log-sum-exp are kept; merging them and summing dq takes float32 copies.
+        kept_bytes=heads * (head_dim * q_BHSD.element_size() + 4),
+        workspace_bytes=24 * heads * head_dim,
+        skips_unused_output=True,
+    )
+
+
+def attend(forward: ForwardPass, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scale: float) -> Tensor:
+    """Layer `layer`'s attention in a pass; shapes as in `kernels.attention.paged_attention`."""
+    io = forward.layer(kv_spec(layer, q_BHSD, k_BKSD, v_BKSD))
+    pages = _KvPages(io)
+    if io.output_unused:
+        out = keep_state_only(q_BHSD, k_BKSD, v_BKSD, pages)
+    else:
+        ops = choose_ops(q_BHSD.device, q_BHSD.dtype, q_BHSD.shape[3])
+        out = paged_attention(q_BHSD, k_BKSD, v_BKSD, lengths=io.lengths, pages=pages, ops=ops, scale=scale)
+
+    def write(rows_SC: Tensor) -> None:
+        k_rows, v_rows = kv_views(rows_SC, k_BKSD.shape[1], k_BKSD.shape[3])
+        k_rows.copy_(k_BKSD)
+        v_rows.copy_(v_BKSD)
+
+    io.fill(KV, write)
+    return out
+
+
+class _KvPages:
+    """`PrefixPages` over a layer's pages."""
+
+    def __init__(self, io: LayerIO) -> None:
+        self._io = io
+
+    def forward_blocks(self) -> Generator[RowBlock]:
+        return self._io.blocks(KV)
+
+    def backward_blocks(self) -> Generator[RowBlock]:
+        return self._io.blocks_with_gradient(KV)
+
+    def own_gradient(self) -> Generator[Tensor]:
+        return self._io.own_gradient(KV)
+
+    def kept_output(self) -> tuple[Tensor, Tensor] | None:
+        return self._io.kept("attention")
+
+    def keep_output(self, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
+        self._io.keep("attention", (out_BHSD, lse_BHS))
