@@ -34,9 +34,7 @@ def test_last_page_takes_only_its_rows() -> None:
 
 
 def test_lower_priority_number_takes_the_faster_tier() -> None:
-    kv, grad = place(
-        [Reservation(state(), 64, 1), Reservation(state("kv_grad"), 64, 0)], tiers(4096, 4096), 64
-    )
+    kv, grad = place([Reservation(state(), 64, 1), Reservation(state("kv_grad"), 64, 0)], tiers(4096, 4096), 64)
     assert (kv[0].tier, grad[0].tier) == (1, 0)
 
 

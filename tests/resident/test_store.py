@@ -208,6 +208,14 @@ def test_read_waits_for_the_write_on_its_way(far: tuple[PageStore, Segment, Byte
     assert states(segment) == [R] * 4
 
 
+def test_two_writes_of_the_same_rows_land_in_order(far: tuple[PageStore, Segment, BytesPager]) -> None:
+    store, segment, pager = far
+    fill(store, segment, 0, 35, 1)
+    fill(store, segment, 0, 35, 2)
+    pager.made[1].result()  # the later one comes to its turn first
+    assert read(store, segment, 0, 35) == bytes([2] * 280)
+
+
 def test_writers_exclude_and_readers_share(far: tuple[PageStore, Segment, BytesPager]) -> None:
     store, segment, _ = far
     fill(store, segment, 0, 15, 1)
