@@ -201,7 +201,8 @@ class Transaction:
 
     def _chunk_inputs(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         device = self._engine.device
-        return self._prompt[start:stop].to(device), torch.arange(start, stop, device=device)
+        # A copy also on a CPU: the embedding saves its ids, and a view would keep the whole prompt's storage.
+        return self._prompt[start:stop].to(device, copy=True), torch.arange(start, stop, device=device)
 
     def _score(self, branches: list[Tensor]) -> list[Tensor]:
         scored: dict[int, Tensor] = {}
