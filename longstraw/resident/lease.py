@@ -174,6 +174,7 @@ class Lease:
         self._same_generation()
         waits = self._reads
         if self.phase is LeasePhase.OPEN:
+            # Rows used in place must be there, and a fill's write-back must land after the writes before it.
             waits = self.segment.writes_over(self.start, self.stop)
             self._enter_held()
         try:
@@ -215,8 +216,6 @@ class Lease:
 
     def _write_back(self, slot: Any, after: Sequence[Transfer]) -> tuple[Transfer, ...]:
         writes: tuple[Transfer, ...] = ()
-        # Two writes of the same bytes must land in the order that they were made.
-        after = (*after, *self.segment.writes_over(self.start, self.stop))
         for piece in self.pieces:
             source = slot[piece.at : piece.at + piece.nbytes]
             try:
