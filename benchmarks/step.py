@@ -1,0 +1,205 @@
+"""A whole training step of one group, three ways: ours, the ordinary one, the packed shared-prefix one.
+
+    python -m benchmarks.step --prompt 32768 --group 8 --response 1024 --lora
+
+Ordinary: the prompt repeated for each response, one row at a time, activation checkpointing, cuDNN or flash attention.
+Rows are alike, so `--ordinary-rows` of them are timed and the time is scaled to the group.
+Packed: one row of the prompt and all responses under a compiled FlexAttention mask, activation checkpointing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.common import Record, free_memory, qwen3, random_group
+from benchmarks.operations import exact_step, ordinary_row, qwen3_8b
+from longstraw import Runtime
+
+
+def loss_of(logprobs: Tensor, advantage: float, tokens: int) -> Tensor:
+    """The policy gradient of one response at a ratio of 1."""
+    return -(logprobs * advantage).sum() / tokens
+
+
+def measure_ours(model: Any, ids: Tensor, responses: list[Tensor], settings: dict[str, Any]) -> dict[str, Any]:
+    total = sum(len(r) for r in responses)
+    with Runtime(model, settings) as runtime:
+        free_memory()
+        before = torch.cuda.memory_allocated()
+        start = time.perf_counter()
+        with runtime.transaction(ids) as transaction:
+            for lane in transaction.replay(responses):
+                parts = [loss_of(lp, (-1.0) ** i, total) for i, lp in zip(lane.indices, lane.logprobs, strict=True)]
+                lane.backward(sum(parts[1:], parts[0]))
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - start
+        report = transaction.report.to_dict()
+        report["peak_beyond_weights_gib"] = (report["peak_device_bytes"] - before) / 2**30
+    return {"seconds": wall, "report": report}
+
+
+def measure_ordinary(model: Any, ids: Tensor, responses: list[Tensor], rows: int) -> dict[str, Any]:
+    total = sum(len(r) for r in responses)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.set_attn_implementation("sdpa")
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    if hasattr(model, "get_base_model"):
+        base.enable_input_require_grads()
+    free_memory()
+    times = []
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    for i in range(rows):
+        response = responses[i]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        row = torch.cat([ids, response])[None].cuda()
+        with sdpa_kernel(backends, set_priority=True):
+            logits = model(input_ids=row, use_cache=False, logits_to_keep=len(response) + 1).logits[0, :-1]
+            chosen = logits.float().log_softmax(-1).gather(-1, response.cuda()[:, None])[:, 0]
+            loss_of(chosen, (-1.0) ** i, total).backward()
+        del logits, chosen
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    base.gradient_checkpointing_disable()
+    if hasattr(model, "get_base_model"):
+        base.disable_input_require_grads()
+    return {
+        "row_seconds": times,
+        "seconds": min(times) * len(responses),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def measure_packed(model: Any, ids: Tensor, responses: list[Tensor], repeats: int) -> dict[str, Any]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    prompt, total = len(ids), sum(len(r) for r in responses)
+    branch = torch.cat([torch.full((prompt,), -1)] + [torch.full((len(r),), i) for i, r in enumerate(responses)]).cuda()
+    positions = torch.cat([torch.arange(prompt)] + [torch.arange(prompt, prompt + len(r)) for r in responses])
+    rows = torch.cat([ids, *responses])[None].cuda()
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & ((branch[k] == -1) | (branch[k] == branch[q]))
+
+    mask = create_block_mask(visible, None, None, len(branch), len(branch), device="cuda", _compile=True)
+    base.set_attn_implementation("flex_attention")
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    if hasattr(model, "get_base_model"):
+        base.enable_input_require_grads()
+    # A response's first token is predicted by the prompt's last, the others by the token before.
+    starts = torch.tensor([sum(len(r) for r in responses[:i]) for i in range(len(responses))])
+    predictors = torch.cat(
+        [torch.cat([torch.tensor([prompt - 1]), torch.arange(prompt + s, prompt + s + len(r) - 1)])
+         for s, r in zip(starts.tolist(), responses, strict=True)]
+    ).cuda()  # fmt: skip
+    targets = torch.cat(responses).cuda()
+    signs = torch.cat([torch.full((len(r),), (-1.0) ** i) for i, r in enumerate(responses)]).cuda()
+    free_memory()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        # All rows' positions differ from their place in the row.
+        hidden = base.model(input_ids=rows, position_ids=positions[None].cuda(), attention_mask=mask, use_cache=False)
+        logits = base.lm_head(hidden.last_hidden_state[0, predictors])
+        chosen = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        (-(chosen * signs).sum() / total).backward()
+        del hidden, logits, chosen
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    base.gradient_checkpointing_disable()
+    if hasattr(model, "get_base_model"):
+        base.disable_input_require_grads()
+    base.set_attn_implementation("sdpa")
+    return {"seconds": min(times), "first_seconds": times[0], "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    taken = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return taken
+
+
+def worst_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[str, float]:
+    def difference(name: str) -> float:
+        return float((ours[name].float() - theirs[name].float()).norm() / theirs[name].float().norm())
+
+    return max(((name, difference(name)) for name in theirs), key=lambda item: item[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--prompt", type=int, nargs="+", default=[32_768])
+    parser.add_argument("--group", type=int, nargs="+", default=[8])
+    parser.add_argument("--response", type=int, default=1024)
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--ours", nargs="+", default=["host"], choices=["host", "device", "detached"])
+    parser.add_argument("--host-budget", default="90GiB")
+    parser.add_argument("--chunk", default="auto")
+    parser.add_argument("--lane", default="auto")
+    parser.add_argument("--checkpoint", default="auto")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--ordinary-rows", type=int, default=0)
+    parser.add_argument("--packed", type=int, default=0, help="repeats of the packed step")
+    parser.add_argument("--compare", action="store_true", help="compare the gradients with the packed step's")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    record = Record(options.out)
+    model = qwen3(options.layers, "cuda", torch.bfloat16, options.lora)
+    shape = qwen3_8b(options.layers, options.lora)
+    for prompt in options.prompt:
+        for group in options.group:
+            ids, responses = random_group(prompt, group, options.response, 151_936)
+            common = {
+                "layers": options.layers, "lora": options.lora, "prompt": prompt, "group": group,
+                "response": options.response,
+            }  # fmt: skip
+            mine: dict[str, Tensor] = {}
+            for way in options.ours:
+                tiers = [{"kind": "host", "budget": options.host_budget}]
+                settings: dict[str, Any] = {
+                    "tiers": [{"kind": "device", "budget": "100GiB"}] if way == "device" else tiers,
+                    "gradient": {"prompt": "detached" if way == "detached" else "exact"},
+                    "capture": {"chunk_tokens": options.chunk if options.chunk == "auto" else int(options.chunk)},
+                    "replay": {
+                        "lane_tokens": options.lane if options.lane == "auto" else int(options.lane),
+                        "checkpoint": {"auto": "auto", "true": True, "false": False}[options.checkpoint],
+                    },
+                }
+                for _ in range(options.repeats):
+                    result = measure_ours(model, ids, responses, settings)
+                    mine = gradients(model)
+                report = result["report"]
+                count = exact_step(
+                    shape, prompt, group, options.response,
+                    recompute_replay=report["checkpoint_replay"], recompute_sweep=report["checkpoint_sweep"], kept=False,
+                )  # fmt: skip
+                record.add(f"step, ours ({way})", **common, **result, operations=count,
+                           tflops=count / result["seconds"] / 1e12)  # fmt: skip
+            if not options.compare:
+                mine = {}
+            if options.packed:
+                record.add("step, packed shared prefix", **common, **measure_packed(model, ids, responses, options.packed))
+                theirs = gradients(model)
+                if mine and options.packed == 1:
+                    record.add("worst gradient difference, ours to packed", **common, worst=worst_difference(mine, theirs))
+                del theirs
+            mine = {}
+            if options.ordinary_rows:
+                count = ordinary_row(shape, prompt, options.response)
+                result = measure_ordinary(model, ids, responses, options.ordinary_rows)
+                record.add("step, ordinary", **common, **result, operations=count * group,
+                           tflops=count / min(result["row_seconds"]) / 1e12)  # fmt: skip
+                gradients(model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The transaction on a CUDA device: gradients, tiers, memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from longstraw import Runtime
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LENGTHS = (300, 1, 77, 512)
+
+
+def make(dtype: torch.dtype, layers: int = 3) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=4099, hidden_size=512, intermediate_size=1024, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=65536, tie_word_embeddings=True,
+    )  # fmt: skip
+    # Weights are the same in every dtype: made in float32, then rounded to bfloat16 once.
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16).to(dtype)
+    return model.cuda()
+
+
+def group(prompt: int) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(4099, (prompt,), generator=generator)
+    responses = [torch.randint(4099, (n,), generator=generator) for n in LENGTHS]
+    weights = [torch.randn(n, generator=generator).cuda() for n in LENGTHS]
+    return ids, responses, weights
+
+
+def plain(model: Qwen3ForCausalLM, prompt: int) -> dict[str, torch.Tensor]:
+    ids, responses, weights = group(prompt)
+    for response, weight in zip(responses, weights, strict=True):
+        row = torch.cat([ids, response])[None].cuda()
+        logits = model(row, use_cache=False).logits[0, prompt - 1 : -1].float()
+        chosen = logits.log_softmax(-1).gather(-1, response.cuda()[:, None])[:, 0]
+        (chosen * weight).sum().backward()
+    return {name: p.grad.double() for name, p in model.named_parameters()}
+
+
+def ours(model: Qwen3ForCausalLM, prompt: int, **settings: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    ids, responses, weights = group(prompt)
+    with Runtime(model, settings) as runtime:
+        with runtime.transaction(ids) as transaction:
+            old = transaction.score(responses)
+            for lane in transaction.replay(responses):
+                assert all(torch.equal(lp, old[i]) for i, lp in zip(lane.indices, lane.logprobs, strict=True))
+                lane.backward(sum((lp * weights[i]).sum() for i, lp in zip(lane.indices, lane.logprobs, strict=True)))
+        assert runtime._engine.store.pages_in_use() == 0
+    return {name: p.grad.double() for name, p in model.named_parameters()}, transaction.report
+
+
+def error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in want}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_wide_gradients_equal_plain_autograd(dtype: torch.dtype) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    want = plain(make(dtype), 3001)
+    got, _ = ours(make(dtype), 3001, capture={"chunk_tokens": 700}, pages={"tokens": 256, "block_tokens": 512})
+    limit = 1e-6 if dtype == torch.float64 else 1e-4
+    assert max(error(got, want).values()) < limit
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_bfloat16_is_no_further_from_float32_than_the_plain_run(checkpoint: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    truth = plain(make(torch.float32), 3001)
+    narrow = error(plain(make(torch.bfloat16), 3001), truth)
+    got, _ = ours(
+        make(torch.bfloat16), 3001,
+        capture={"chunk_tokens": 700}, pages={"tokens": 256, "block_tokens": 512},
+        replay={"lane_tokens": 600, "checkpoint": checkpoint},
+    )  # fmt: skip
+    mine = error(got, truth)
+    worse = {name: (mine[name], narrow[name]) for name in mine if mine[name] > 1.1 * narrow[name]}
+    assert not worse, worse
+
+
+def test_every_tier_gives_the_same_bits(tmp_path: Path) -> None:
+    size = "1GiB"
+    tiers = {
+        "device": [{"kind": "device", "budget": size}],
+        "host": [{"kind": "host", "budget": size}],
+        "nvme": [{"kind": "nvme", "path": str(tmp_path), "budget": size}],
+        "all": [
+            {"kind": "device", "budget": "3MiB"},
+            {"kind": "host", "budget": "5MiB"},
+            {"kind": "nvme", "path": str(tmp_path), "budget": size},
+        ],
+    }
+    results = {}
+    for name, tier in tiers.items():
+        results[name], report = ours(
+            make(torch.bfloat16), 5000, tiers=tier,
+            capture={"chunk_tokens": 1024}, pages={"tokens": 256, "block_tokens": 1024},
+            replay={"lane_tokens": 600},
+        )  # fmt: skip
+        assert len(report.tier_bytes) == (3 if name == "all" else 1)
+    for name, gradients in results.items():
+        for parameter, gradient in gradients.items():
+            assert torch.equal(gradient, results["device"][parameter]), (name, parameter)
+
+
+def test_peak_memory_does_not_grow_with_the_prompt() -> None:
+    peaks = []
+    for prompt in (20_000, 40_000, 80_000):
+        torch.cuda.empty_cache()
+        _, report = ours(
+            make(torch.bfloat16), prompt,
+            tiers=[{"kind": "host", "budget": "4GiB"}],
+            capture={"chunk_tokens": 2048}, pages={"block_tokens": 4096}, replay={"lane_tokens": 1024},
+        )  # fmt: skip
+        peaks.append(report.peak_device_bytes)
+    assert max(peaks) <= 1.02 * min(peaks), peaks
