@@ -60,14 +60,10 @@ class DevicePager:
     def view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
         return self._memory[extent.offset][offset : offset + nbytes]
 
-    def read(
-        self, extent: Extent, offset: int, target: torch.Tensor, after: Sequence[Transfer] = ()
-    ) -> Transfer:
+    def read(self, extent: Extent, offset: int, target: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         return self._copy(target, self.view(extent, offset, target.numel()), after)
 
-    def write(
-        self, extent: Extent, offset: int, source: torch.Tensor, after: Sequence[Transfer] = ()
-    ) -> Transfer:
+    def write(self, extent: Extent, offset: int, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         return self._copy(self.view(extent, offset, source.numel()), source, after)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer]) -> Transfer:

@@ -94,14 +94,10 @@ class HostPager:
         at = extent.offset + offset - start
         return self._arenas[start].memory[at : at + nbytes]
 
-    def read(
-        self, extent: Extent, offset: int, target: torch.Tensor, after: Sequence[Transfer] = ()
-    ) -> Transfer:
+    def read(self, extent: Extent, offset: int, target: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         return self._copy(self._in, target, self._bytes(extent, offset, target.numel()), after)
 
-    def write(
-        self, extent: Extent, offset: int, source: torch.Tensor, after: Sequence[Transfer] = ()
-    ) -> Transfer:
+    def write(self, extent: Extent, offset: int, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         return self._copy(self._out, self._bytes(extent, offset, source.numel()), source, after)
 
     def _copy(
@@ -137,10 +133,7 @@ class HostPager:
     def describe(self) -> str:
         how = "page-locked, copied" if self.device.type == "cuda" else "used in place"
         size = format_bytes(self._extents.capacity)
-        return (
-            f"{self.name}: {format_bytes(self.budget)} of host memory, "
-            f"{size} in {len(self._arenas)} arenas, {how}"
-        )
+        return f"{self.name}: {format_bytes(self.budget)} of host memory, {size} in {len(self._arenas)} arenas, {how}"
 
     def close(self) -> None:
         self._synchronize()

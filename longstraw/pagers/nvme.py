@@ -107,14 +107,10 @@ class NvmePager:
     def view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor | None:
         return None
 
-    def read(
-        self, extent: Extent, offset: int, target: torch.Tensor, after: Sequence[Transfer] = ()
-    ) -> Transfer:
+    def read(self, extent: Extent, offset: int, target: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         return self._submit(self._read_part, extent.offset + offset, target, tuple(after))
 
-    def write(
-        self, extent: Extent, offset: int, source: torch.Tensor, after: Sequence[Transfer] = ()
-    ) -> Transfer:
+    def write(self, extent: Extent, offset: int, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         return self._submit(self._write_part, extent.offset + offset, source, tuple(after))
 
     def _submit(

@@ -51,14 +51,10 @@ class Pager(Protocol):
     def view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor | None:
         """The bytes where they lie (uint8 [nbytes]), or None if the compute device cannot address them."""
 
-    def read(
-        self, extent: Extent, offset: int, target: torch.Tensor, after: Sequence[Transfer] = ()
-    ) -> Transfer:
+    def read(self, extent: Extent, offset: int, target: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         """Copy bytes of the extent into `target`, as many as it has."""
 
-    def write(
-        self, extent: Extent, offset: int, source: torch.Tensor, after: Sequence[Transfer] = ()
-    ) -> Transfer:
+    def write(self, extent: Extent, offset: int, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         """Copy `source` into the extent. `source` must stay as it is until the transfer has ended."""
 
     def describe(self) -> str:

@@ -142,9 +142,7 @@ class SpoolFile:
         while done < len(data):
             count = call(self._fd, [data[done:]], offset + done)
             if count == 0 and what == "read":
-                raise OSError(
-                    errno.EIO, f"the file ended at byte {offset + done}, {len(data) - done} bytes early"
-                )
+                raise OSError(errno.EIO, f"the file ended at byte {offset + done}, {len(data) - done} bytes early")
             if self.direct and done + count < len(data):
                 count -= count % SECTOR  # a direct call goes on at a whole sector
             idle = idle + 1 if count == 0 else 0

@@ -104,14 +104,10 @@ class PageStream:
         if self._closed:
             raise StreamOrderError(f"{asked} asked for, but the stream is closed")
         if self._cursor == len(self._schedule):
-            raise StreamOrderError(
-                f"{asked} asked for, but the schedule's {self._cursor} requests are all done"
-            )
+            raise StreamOrderError(f"{asked} asked for, but the schedule's {self._cursor} requests are all done")
         planned = self._schedule[self._cursor]
         if planned.segment is not segment or (planned.start, planned.stop) != (start, stop):
-            raise StreamOrderError(
-                f"{asked} asked for, but request {self._cursor} of the schedule is {planned}"
-            )
+            raise StreamOrderError(f"{asked} asked for, but request {self._cursor} of the schedule is {planned}")
 
     def _bring_ahead(self) -> None:
         if self._closed:
@@ -173,9 +169,7 @@ class PageStream:
             self._bring(lease, slot)
         return self._held(lease, slot, slot.buffer[: lease.nbytes])
 
-    def _held(
-        self, lease: Lease, slot: Slot | None, rows: torch.Tensor
-    ) -> tuple[Lease, Slot | None, torch.Tensor]:
+    def _held(self, lease: Lease, slot: Slot | None, rows: torch.Tensor) -> tuple[Lease, Slot | None, torch.Tensor]:
         began = perf_counter()
         try:
             if slot is not None and lease.access is Access.FILL:

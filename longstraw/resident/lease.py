@@ -108,9 +108,7 @@ class Lease:
                 error.__cause__ = segment.lost_cause
                 return error
             if fill and self.start - base > page.filled:
-                return PageStateError(
-                    f"{self}: leaves a hole, {page} is filled up to row {base + page.filled}"
-                )
+                return PageStateError(f"{self}: leaves a hole, {page} is filled up to row {base + page.filled}")
             if not fill and min(self.stop, base + page.rows) > base + page.filled:
                 return PageStateError(f"{self}: {page} is filled up to row {base + page.filled} only")
         return self._conflict()
@@ -208,9 +206,7 @@ class Lease:
         if self.access is Access.FILL:
             for page in self.pages:
                 if page.state is not PageState.LOST:
-                    page.filled = max(
-                        page.filled, min(self.stop - page.index * self.segment.page_rows, page.rows)
-                    )
+                    page.filled = max(page.filled, min(self.stop - page.index * self.segment.page_rows, page.rows))
         self._close()
         return writes
 
@@ -291,6 +287,4 @@ class Lease:
             page.settle()
 
     def _same_generation(self) -> None:
-        assert self._generations == [page.generation for page in self.pages], (
-            f"{self}: voided under an open lease"
-        )
+        assert self._generations == [page.generation for page in self.pages], f"{self}: voided under an open lease"

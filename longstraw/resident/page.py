@@ -98,9 +98,7 @@ class Page:
     def void(self) -> None:
         """Forget the content and keep the memory. Raises `PageStateError` while anything holds the page."""
         if self.filling or self.leased or self.moving:
-            raise PageStateError(
-                f"{self} is {self.state.name}: its leases and copies must end before it is freed"
-            )
+            raise PageStateError(f"{self} is {self.state.name}: its leases and copies must end before it is freed")
         if self.state is not PageState.FREE:
             self.move(PageState.FREE)
         self.filled = 0

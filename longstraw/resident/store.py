@@ -66,9 +66,7 @@ class PageStore:
                 first = len(made)
                 for placed_run in runs:
                     self._allocate(placed_run, reservation.state.row_bytes, made)
-                segments.append(
-                    Segment(owner, reservation.state, reservation.rows, self.page_rows, made[first:])
-                )
+                segments.append(Segment(owner, reservation.state, reservation.rows, self.page_rows, made[first:]))
         except BaseException:
             for taken in made:
                 taken.pager.free(taken.extent)
