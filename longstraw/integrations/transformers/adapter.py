@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longstraw.errors import TransactionStateError, UnsupportedModelError
 from longstraw.integrations.transformers import attention, checks, rope
+from longstraw.integrations.transformers.families import family_of
 from longstraw.integrations.transformers.head import head_output
 from longstraw.integrations.transformers.probe import probe
 from longstraw.runtime.adapter import ModelProfile
@@ -22,9 +23,9 @@ from longstraw.runtime.passes import ForwardPass
 class TransformersAdapter:
     """`ModelAdapter` of a transformers model, with or without PEFT adapters.
 
-    During a pass four things of the model are exchanged, and put back afterwards: the attention implementation
-    (transformers' own interface), the LM head's forward, the decoder layers' forward (for checkpointing), and
-    transformers' checkpointing, which is switched off.
+    During a pass five things of the model are exchanged, and put back afterwards: the attention implementation
+    (transformers' own interface), the forward of mixers that do not go through it, the LM head's forward, the decoder
+    layers' forward (for checkpointing), and transformers' checkpointing, which is switched off.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -93,6 +94,10 @@ class TransformersAdapter:
             stack.enter_context(self._without_checkpointing())
             head = self._base.get_output_embeddings()
             stack.enter_context(_exchanged(head, functools.partial(self._head_forward, head, head.forward, forward)))
+            for _, mixer in self._layers.values():
+                family = family_of(mixer)
+                if family is not None and family.exchange is not None:
+                    stack.enter_context(_exchanged(mixer, family.exchange(mixer, forward)))
             if forward.checkpoint:
                 for layer, _ in self._layers.values():
                     stack.enter_context(_exchanged(layer, _checkpointed(layer.forward)))

@@ -66,7 +66,7 @@ def find_attentions(model: PreTrainedModel) -> dict[int, tuple[nn.Module, nn.Mod
     layers = _decoder_layers(model, config)
     found: dict[int, tuple[nn.Module, nn.Module]] = {}
     for number, layer in enumerate(layers):
-        mixers = [m for m in layer.modules() if m is not layer and hasattr(m, "layer_idx")]
+        mixers = _outermost([m for m in layer.modules() if m is not layer and hasattr(m, "layer_idx")])
         for mixer in mixers:
             family = family_of(mixer)
             if family is None:
@@ -83,6 +83,12 @@ def find_attentions(model: PreTrainedModel) -> dict[int, tuple[nn.Module, nn.Mod
             )
         found[mixers[0].layer_idx] = (layer, mixers[0])  # type: ignore[index]
     return found
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """Without those that are a part of another, as an indexer is of its attention."""
+    parts = {part for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if module not in parts]
 
 
 def text_config(model: PreTrainedModel) -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from longstraw.runtime.passes import ForwardPass
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
@@ -17,8 +19,11 @@ class Family:
         name: for messages.
         attention_classes: names of the transformers classes of its attention modules.
         refuse: given an attention module and the model's text config, why it cannot be carried, or None.
+        exchange: given an attention module and a pass, the forward that the module runs in that pass; None for modules
+            that call transformers' attention interface with what the runtime carries.
     """
 
     name: str
     attention_classes: frozenset[str]
     refuse: Callable[[nn.Module, Any], str | None]
+    exchange: Callable[[nn.Module, ForwardPass], Callable[..., Any]] | None = None
