@@ -11,10 +11,10 @@ from rich.console import Console
 
 
 def demo(
-    steps: Annotated[int, typer.Option(help="Optimizer steps, each on a prompt of its own.")] = 4,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 1536,
-    group: Annotated[int, typer.Option(help="Responses to each prompt.")] = 6,
-    seed: Annotated[int, typer.Option(help="Seed of texts, facts and sampling.")] = 0,
+    steps: Annotated[int, typer.Option(help="Optimizer steps, each with responses sampled anew.")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 1024,
+    group: Annotated[int, typer.Option(help="Responses in each step.")] = 6,
+    seed: Annotated[int, typer.Option(help="Seed of the text, the fact in it, and sampling.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     scratch: Annotated[
         Path | None,
@@ -22,18 +22,19 @@ def demo(
     ] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write all figures here.")] = None,
 ) -> None:
-    """Train a real model on long prompts, and take one gradient the ordinary way beside it.
+    """Train a real model on a long prompt, and take one gradient the ordinary way beside it.
 
-    Facts are hidden in Python's own documentation, SmolLM2-135M-Instruct answers questions about them, and
+    A fact is hidden in Python's own documentation, SmolLM2-135M-Instruct answers a question about it, and
     GRPO steps follow a checkable reward. Tiers are small, so that pages overflow to host memory and to disk.
     With the defaults it takes under 5 minutes and 6 GiB on two CPU cores.
     """
     # torch and transformers take seconds to import, and --help needs neither.
+    from longstraw.cli.device import parse_device
     from longstraw.demo import DemoOptions, run_demo
     from longstraw.demo.view import TerminalWatcher, show
 
-    options = DemoOptions(steps=steps, prompt_tokens=prompt_tokens, group=group, seed=seed, device=device)
-    result = run_demo(options, TerminalWatcher(), scratch=scratch)
+    options = DemoOptions(steps=steps, prompt_tokens=prompt_tokens, group=group, seed=seed)
+    result = run_demo(options, TerminalWatcher(), device=parse_device(device), scratch=scratch)
     if json_out is not None:
         json_out.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
     show(result, Console(highlight=False))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +61,18 @@ def load_demo_model(device: torch.device) -> DemoModel:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    # transformers draws bars of its own, over the demo's.
+    # transformers draws bars of its own, over the demo's; that of the GGUF reader has no switch.
     bars = transformers_logging.is_progress_bar_enabled()
     level = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity(logging.ERROR)
+    output = io.StringIO()
     try:
-        yield
+        with redirect_stderr(output):
+            yield
+    except BaseException:
+        sys.stderr.write(output.getvalue())
+        raise
     finally:
         transformers_logging.set_verbosity(level)
         if bars:

@@ -17,27 +17,25 @@ class DemoOptions:
     """Lengths are in tokens.
 
     Attributes:
-        steps: optimizer steps, each on a new prompt and a group of its own.
-        prompt_tokens: length of each prompt.
-        group: responses to each prompt.
+        steps: optimizer steps, each on a group sampled anew from the one prompt, so that rewards compare.
+        prompt_tokens: length of the prompt.
+        group: responses in each step.
         response_tokens: the most that a response may have.
         temperature: of sampling and of the log-probs.
         learning_rate: AdamW's.
-        seed: of texts, facts and sampling.
-        device: a torch device.
+        seed: of the text, the fact in it, and sampling.
         device_tier, host_tier: budgets; small, so that pages overflow to the disk.
     """
 
     steps: int = 4
-    prompt_tokens: int = 1536
+    prompt_tokens: int = 1024
     group: int = 6
-    response_tokens: int = 24
+    response_tokens: int = 20
     temperature: float = 1.0
-    learning_rate: float = 1e-5
+    learning_rate: float = 2e-5
     seed: int = 0
-    device: str = "cpu"
-    device_tier: str = "24MiB"
-    host_tier: str = "48MiB"
+    device_tier: str = "16MiB"
+    host_tier: str = "32MiB"
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -40,9 +40,12 @@ def ordinary_step(
     was_training = model.training
     # transformers checkpoints in training mode only.
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # One name within transformers 5, another in 6.
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    kwargs = {f"{kind}_checkpointing_kwargs": {"use_reentrant": False}}
+    getattr(model, f"{kind}_checkpointing_enable")(**kwargs)
     try:
         loss(ordinary_logprobs(model, prompt_ids, responses, temperature=temperature)).backward()
     finally:
-        model.gradient_checkpointing_disable()
+        getattr(model, f"{kind}_checkpointing_disable")()
         model.train(was_training)

@@ -71,12 +71,14 @@ class DemoResult:
     """Everything, for the tables and for `--json`.
 
     Attributes:
+        device: where the model ran.
         comparison: None only if no group's rewards differed: there was no gradient to compare.
         memory_method: how peaks were measured.
         peak_bytes: the most memory held at any time, from loading the model on.
         seconds: wall time of the whole demo.
     """
 
+    device: str
     options: dict[str, Any]
     config: dict[str, Any]
     steps: list[StepResult]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from longstraw import Runtime
-from longstraw.cli.device import parse_device
 from longstraw.demo.model import DemoModel, load_demo_model
 from longstraw.demo.options import DemoOptions
 from longstraw.demo.ordinary import ordinary_step
@@ -47,13 +46,15 @@ class Group:
     size: GroupSize
 
 
-def run_demo(options: DemoOptions, watcher: Watcher, *, scratch: Path | None = None) -> DemoResult:
+def run_demo(
+    options: DemoOptions, watcher: Watcher, *, device: torch.device, scratch: Path | None = None
+) -> DemoResult:
     """Run it. Pages that overflow go to a file under `scratch`, or under the system's temporary directory.
 
-    Raises LongstrawError if something that the demo needs is missing, and ConfigError for impossible options.
+    Raises LongstrawError if something that the demo needs is missing, and ConfigError if the prompt is too
+    short or too long.
     """
     began = time.perf_counter()
-    device = parse_device(options.device)
     with PeakMemory(device) as loading, watcher.phase("loading SmolLM2-135M-Instruct"):
         demo = load_demo_model(device)
     with tempfile.TemporaryDirectory(prefix="longstraw-demo-", dir=scratch) as folder:
@@ -63,6 +64,7 @@ def run_demo(options: DemoOptions, watcher: Watcher, *, scratch: Path | None = N
             steps = [trainer.step(number) for number in range(1, options.steps + 1)]
     peaks = [loading.peak_bytes, *trainer.peaks]
     return DemoResult(
+        device=str(device),
         options=asdict(options),
         config=config.to_dict(),
         steps=steps,
@@ -80,6 +82,7 @@ class _Trainer:
             demo.model.parameters(), lr=options.learning_rate, weight_decay=0.0
         )
         self._generator = torch.Generator(device=demo.device).manual_seed(options.seed)
+        self._task = make_task(demo.tokenizer, options.prompt_tokens, seed=options.seed)
         self.comparison: Comparison | None = None
         self.peaks: list[int] = []
 
@@ -120,7 +123,7 @@ class _Trainer:
 
     def _sample(self, number: int) -> Group:
         options, demo = self._options, self._demo
-        task = make_task(demo.tokenizer, options.prompt_tokens, seed=options.seed * 1000 + number)
+        task = self._task
         label = f"step {number} of {options.steps}: sampling {options.group} responses"
         with self._watcher.phase(label, options.response_tokens) as advance:
             responses = sample_group(

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from longstraw.verify.plain import cache_argument
+
 
 @torch.no_grad()
 def sample_group(
@@ -27,7 +29,8 @@ def sample_group(
     A response ends with `eos_token_id`, or at `max_tokens` without it. `generator` is on the model's device.
     """
     cache = DynamicCache(config=model.config)
-    logits_1V = model(prompt_ids[None], past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    with_cache = {cache_argument(model): cache, "logits_to_keep": 1}
+    logits_1V = model(prompt_ids[None], **with_cache).logits[:, -1]
     cache.batch_repeat_interleave(group)
     logits_GV = logits_1V.expand(group, -1)
     tokens: list[Tensor] = []
@@ -41,7 +44,7 @@ def sample_group(
             on_token()
         if len(tokens) == max_tokens or bool(ended_G.all()):
             break
-        logits_GV = model(next_G1, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        logits_GV = model(next_G1, **with_cache).logits[:, -1]
     return [_until(row_R, eos_token_id) for row_R in torch.cat(tokens, dim=1)]
 
 

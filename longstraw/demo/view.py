@@ -46,12 +46,12 @@ def show(result: DemoResult, console: Console) -> None:
     """The tables."""
     options = result.options
     console.print(
-        f"SmolLM2-135M-Instruct on {options['device']}: {options['steps']} steps of GRPO with AdamW, "
-        f"prompts of {options['prompt_tokens']} tokens, {options['group']} responses of at most "
+        f"SmolLM2-135M-Instruct on {result.device}: {options['steps']} steps of GRPO with AdamW, "
+        f"a prompt of {options['prompt_tokens']} tokens, {options['group']} responses of at most "
         f"{options['response_tokens']}"
     )
-    console.print(_steps(result))
-    console.print(_tiers(result))
+    for table in (_steps(result), _phases(result), _tiers(result)):
+        console.print(table)
     if result.comparison is None:
         console.print(
             "No group's rewards differed, so there was no gradient to compare; try another --seed.",
@@ -65,55 +65,75 @@ def show(result: DemoResult, console: Console) -> None:
     )
 
 
+def _table(title: str, *columns: str, caption: str | None = None) -> Table:
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
+
+
 def _steps(result: DemoResult) -> Table:
-    table = Table(title="each step: reward, seconds by phase, peak memory")
-    phases = [p for p in _PHASES if any(p in step.seconds for step in result.steps)]
-    for name in ("step", "mean reward", "best", *phases, "peak memory"):
-        table.add_column(name, justify="right")
+    table = _table("each step", "step", "mean reward", "best", "seconds", "peak memory")
     for number, step in enumerate(result.steps, start=1):
         table.add_row(
             str(number),
             f"{step.mean_reward:.3f}",
             f"{max(step.rewards):.2f}",
-            *(f"{step.seconds.get(phase, 0.0):.1f}" for phase in phases),
+            f"{sum(step.seconds.values()):.1f}",
             approximate_bytes(step.peak_bytes),
         )
     return table
 
 
-def _tiers(result: DemoResult) -> Table:
-    table = Table(title="each tier, in one step: pages held, and bytes moved to and from the compute device")
-    for name in ("tier", "budget", "held", "read", "written"):
-        table.add_column(name, justify="right" if name != "tier" else "left")
-    report = result.steps[-1].report
-    budgets = {tier["kind"]: str(tier["budget"]) for tier in result.config["tiers"]}
-    for tier, held in report["tier_bytes"].items():
+def _phases(result: DemoResult) -> Table:
+    table = _table("each phase, seconds of a step", "phase", "mean", "largest", "waiting for pages")
+    for phase in _PHASES:
+        seconds = [step.seconds.get(phase, 0.0) for step in result.steps]
+        waits = [step.report["stall_seconds"].get(phase) for step in result.steps]
+        waited = [wait for wait in waits if wait is not None]
         table.add_row(
-            tier,
-            budgets.get(tier, ""),
-            approximate_bytes(held),
-            approximate_bytes(report["bytes_read"].get(tier, 0)),
-            approximate_bytes(report["bytes_written"].get(tier, 0)),
+            phase,
+            f"{sum(seconds) / len(seconds):.2f}",
+            f"{max(seconds):.2f}",
+            f"{sum(waited) / len(waited):.2f}" if waited else "",
         )
-    table.caption = "rows of a tier that can be used where they lie are not moved"
+    return table
+
+
+def _tiers(result: DemoResult) -> Table:
+    table = _table(
+        "each tier, in the last step",
+        "tier",
+        "budget",
+        "pages held",
+        "read",
+        "written",
+        caption="Pages that can be used where they lie are not read or written.",
+    )
+    report = result.steps[-1].report
+    for tier in result.config["tiers"]:
+        kind = tier["kind"]
+        moved = (report["bytes_read"], report["bytes_written"])
+        counts = (report["tier_bytes"].get(kind, 0), *(part.get(kind, 0) for part in moved))
+        table.add_row(kind, str(tier["budget"]), *(approximate_bytes(count) for count in counts))
     return table
 
 
 def _comparison(comparison: Comparison) -> Table:
-    table = Table(title=f"the same gradient, taken twice (group of step {comparison.step}, same process)")
-    table.add_column("")
-    table.add_column("Longstraw", justify="right")
-    table.add_column("ordinary step", justify="right")
     ours, theirs = comparison.longstraw, comparison.ordinary
+    table = _table(
+        f"the gradient of step {comparison.step}, taken twice in this process",
+        "",
+        "Longstraw",
+        "ordinary step",
+        caption=f"Largest relative difference of a gradient, over {comparison.parameters} parameters: "
+        f"{comparison.worst_relative:.1e} ({comparison.worst_parameter})",
+    )
     table.add_row("seconds", f"{ours.seconds:.1f}", f"{theirs.seconds:.1f}")
-    table.add_row("peak memory", approximate_bytes(ours.peak_bytes), approximate_bytes(theirs.peak_bytes))
-    table.add_row(
-        "  of which the step added",
-        approximate_bytes(ours.added_bytes),
-        approximate_bytes(theirs.added_bytes),
-    )
-    table.caption = (
-        f"largest relative gradient difference of {comparison.parameters} parameters: "
-        f"{comparison.worst_relative:.1e} ({comparison.worst_parameter})"
-    )
+    for label, counts in (
+        ("peak memory", (ours.peak_bytes, theirs.peak_bytes)),
+        ("  held before the step", (ours.start_bytes, theirs.start_bytes)),
+        ("  added by the step", (ours.added_bytes, theirs.added_bytes)),
+    ):
+        table.add_row(label, *(approximate_bytes(count) for count in counts))
     return table

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 
@@ -27,14 +28,19 @@ def plain_logprobs(
         row_T = torch.cat([prompt_ids, response_ids[:-1]])
         logits_TV = model(row_T[None], use_cache=False).logits[0]
     else:
-        cache = DynamicCache(config=model.config)
+        cache, name = DynamicCache(config=model.config), cache_argument(model)
         with torch.no_grad():
-            model(prompt_ids[None, :-1], past_key_values=cache)
+            model(prompt_ids[None, :-1], **{name: cache})
         row_T = torch.cat([prompt_ids[-1:], response_ids[:-1]])
-        logits_TV = model(row_T[None], past_key_values=cache).logits[0]
+        logits_TV = model(row_T[None], **{name: cache}).logits[0]
     logits_RV = logits_TV[-len(response_ids) :]
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
     return torch.log_softmax(logits_RV.to(wide) / temperature, dim=-1).gather(-1, response_ids[:, None])[:, 0]
+
+
+def cache_argument(model: nn.Module) -> str:
+    """What `model.forward` calls its cache: the name changed within transformers 5."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def plain_gradients(
