@@ -1,8 +1,9 @@
-"""Parameter gradients of one transaction, kept apart until they are known to be whole."""
+"""Parameter gradients of one transaction, or of one step, kept apart until they are known to be whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ class GradientSums:
     def __init__(self) -> None:
         self._sums: dict[nn.Parameter, Tensor] = {}
 
-    def add(self, sums: dict[nn.Parameter, Tensor]) -> None:
+    def add(self, sums: Mapping[nn.Parameter, Tensor]) -> None:
         """Take over `sums`; the tensors are not copied."""
         for parameter, gradient in sums.items():
             if parameter in self._sums:
@@ -27,56 +28,101 @@ class GradientSums:
             else:
                 self._sums[parameter] = gradient
 
+    @property
+    def any(self) -> bool:
+        """Whether there is a sum."""
+        return bool(self._sums)
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """All sums; none are left here."""
+        sums, self._sums = self._sums, {}
+        return sums
+
     def finalize(self) -> None:
         """Add the sums to `.grad`, rounding to the parameter's dtype once."""
-        with torch.no_grad():
-            for parameter, gradient in self._sums.items():
-                if parameter.grad is None:
-                    parameter.grad = gradient.to(parameter.dtype)
-                elif parameter.grad.dtype == gradient.dtype:
-                    parameter.grad.add_(gradient)
-                else:
-                    parameter.grad.copy_(gradient.add_(parameter.grad))
-        self._sums.clear()
+        add_to_gradients(self.take())
+
+
+def sum_dtype(leaf: Tensor, *, wide: bool) -> torch.dtype:
+    """The type in which gradients of `leaf` are summed: float32 for a narrower one if `wide`."""
+    return torch.float32 if wide and leaf.dtype.itemsize < 4 else leaf.dtype
+
+
+@torch.no_grad()
+def add_to_gradients(sums: Mapping[nn.Parameter, Tensor]) -> None:
+    """Add each sum to its parameter's `.grad`, rounding to the parameter's dtype once."""
+    for parameter, gradient in sums.items():
+        if parameter.grad is None:
+            parameter.grad = gradient.to(parameter.dtype)
+        elif parameter.grad.dtype == gradient.dtype:
+            parameter.grad.add_(gradient)
+        else:
+            parameter.grad.copy_(gradient.add_(parameter.grad))
 
 
 class GradientLedger:
-    """Sets `.grad` aside while a transaction's backward passes run, and can put it back untouched.
+    """Sets `.grad` aside while backward passes run, and can put it back untouched.
 
     Between `begin` and `take` or `rollback`, autograd finds every `.grad` empty. Parameters narrower than float32
     are summed in float32 when `wide`, so that dozens of passes lose no bits; the others accumulate in `.grad`.
+
+    Args:
+        wide: sum in float32 at least.
+        emptied: keep every `.grad` empty even during a pass, where a framework would take away what it finds there.
     """
 
-    def __init__(self, *, wide: bool) -> None:
-        self._wide = wide
+    def __init__(self, *, wide: bool, emptied: bool = False) -> None:
+        self._wide, self._emptied = wide, emptied
         self._entry: dict[nn.Parameter, Tensor | None] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._hooks: list[_Handle] = []
+        self._discarding = False
 
     @property
     def begun(self) -> bool:
         return bool(self._entry)
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set the gradients of `parameters` aside."""
+        """Set the gradients of `parameters` aside.
+
+        Raises TransactionStateError if another ledger has set one of them aside: autograd adds to `.grad`, whoever
+        runs it, and one transaction's failure could no longer be told from the other's gradient.
+        """
         assert not self._entry, "the ledger is open"
+        parameters = list(parameters)
+        if any(parameter in ledger._entry for ledger in _OPEN for parameter in parameters):
+            raise TransactionStateError(
+                "lane.backward: another transaction is collecting gradients of the same parameters; leave that one "
+                "first (captures and scores of several transactions may overlap, their backward passes may not)"
+            )
+        _OPEN.add(self)
         for parameter in parameters:
             self._entry[parameter] = parameter.grad
             parameter.grad = None
-            if self._wide and parameter.dtype.itemsize < 4:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._sum_wide))
+            if self._emptied or sum_dtype(parameter, wide=self._wide) != parameter.dtype:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._sum_apart))
 
-    def _sum_wide(self, parameter: Tensor) -> None:
+    def _sum_apart(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        if parameter.grad is None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None or self._discarding:
             # Autograd calls the hook also where no gradient came: the last layer's queries in the sweep.
             return
         total = self._sums.get(parameter)
         if total is None:
-            self._sums[parameter] = parameter.grad.float()
+            self._sums[parameter] = gradient.to(sum_dtype(parameter, wide=self._wide))
         else:
-            total.add_(parameter.grad)
-        parameter.grad = None
+            total.add_(gradient)
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Within it gradients are dropped as they come; only for a ledger that keeps every `.grad` empty."""
+        assert self._emptied, "gradients that accumulate in place cannot be dropped"
+        self._discarding = True
+        try:
+            yield
+        finally:
+            self._discarding = False
 
     def discard(self) -> None:
         """Forget what was summed since `begin`; the ledger stays open."""
@@ -103,3 +149,8 @@ class GradientLedger:
         self._hooks.clear()
         self._sums.clear()
         self._entry.clear()
+        _OPEN.discard(self)
+
+
+_OPEN: WeakSet[GradientLedger] = WeakSet()
+"""The ledgers that have gradients set aside, of all runtimes."""

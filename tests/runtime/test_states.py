@@ -1,0 +1,408 @@
+"""Calls out of order, weights that changed, lanes left behind: each raises, and says what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from longstraw import Runtime
+from longstraw.errors import StaleWeightsError, TransactionStateError
+from tests.parity.models import (
+    SMALL,
+    add_lora,
+    assert_idle,
+    assert_parity,
+    build,
+    check_parity,
+    make_group,
+    paged_step,
+    plain_step,
+    replay_group,
+    settings,
+)
+
+GROUP = make_group(61, (7, 1, 12, 5))
+OTHER = make_group(30, (3, 1, 6), 4)
+
+
+def optimizer_step(model: Any) -> None:
+    """One step of SGD on random gradients, `.grad` left empty."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def load(model: Any) -> None:
+    state = io.BytesIO()
+    torch.save(model.state_dict(), state)
+    state.seek(0)
+    model.load_state_dict(torch.load(state))
+
+
+@torch.no_grad()
+def copy_into(model: Any) -> None:
+    model.model.norm.weight.copy_(model.model.norm.weight * 2)
+
+
+def assign(model: Any) -> None:
+    model.model.norm.weight.data = model.model.norm.weight.data.clone()
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "optimizer step": (optimizer_step, r"1 optimizer step.*staleness allows 0"),
+    "load_state_dict": (load, r"not by an optimizer step"),
+    "copy_": (copy_into, r"model\.norm\.weight changed"),
+    "data assigned": (assign, r"model\.norm\.weight changed"),
+    "cast": (lambda model: model.float(), r"float64 to torch\.float32"),
+}
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES))
+@pytest.mark.parametrize("call", ["score", "replay"])
+def test_changed_weights_between_capture_and_use(change: str, call: str) -> None:
+    model = build("llama")
+    runtime = Runtime(model, SMALL)
+    with pytest.raises(StaleWeightsError, match=CHANGES[change][1]), runtime.transaction(GROUP.prompt) as txn:
+        CHANGES[change][0](model)
+        getattr(txn, call)(GROUP.responses)
+    assert_idle(runtime)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("change", ["optimizer step", "copy_"])
+@pytest.mark.parametrize("call", ["backward", "next lane", "sweep", "exit"])
+def test_changed_weights_later_in_the_transaction(change: str, call: str) -> None:
+    model = build("llama")
+    runtime = Runtime(model, SMALL)
+    with pytest.raises(StaleWeightsError), runtime.transaction(GROUP.prompt) as txn:
+        lanes = txn.replay(GROUP.responses)
+        lane = next(lanes)
+        if call == "backward":
+            CHANGES[change][0](model)
+        lane.backward(lane.logprobs[0].sum())
+        kept = {p: p.grad for p in model.parameters()}
+        CHANGES[change][0](model)
+        for p, gradient in kept.items():
+            p.grad = gradient
+        if call == "next lane":
+            next(lanes)
+        elif call == "sweep":
+            txn.sweep()
+    assert_idle(runtime)
+
+
+def test_an_optimizer_of_another_model_is_nobodys_business() -> None:
+    model, other = build("llama"), build("llama", seed=3)
+    with Runtime(model, SMALL).transaction(GROUP.prompt) as txn:
+        optimizer_step(other)
+        replay_group(txn, GROUP)
+
+
+def test_staleness_allows_so_many_steps_and_the_report_says_how_far() -> None:
+    model = build("llama")
+    runtime = Runtime(model, settings(staleness=1))
+    with runtime.transaction(GROUP.prompt) as txn:
+        txn.score(GROUP.responses)
+        optimizer_step(model)
+        replay_group(txn, GROUP)
+    assert txn.report.stale_steps == 1
+    assert 0 < txn.report.drift_mean < txn.report.drift_max
+    with pytest.raises(StaleWeightsError, match=r"2 optimizer step.*staleness allows 1"):
+        with runtime.transaction(GROUP.prompt) as txn:
+            optimizer_step(model)
+            optimizer_step(model)
+            txn.replay(GROUP.responses)
+
+
+def test_staleness_does_not_allow_other_changes() -> None:
+    model = build("llama")
+    with pytest.raises(StaleWeightsError), Runtime(model, settings(staleness=5)).transaction(GROUP.prompt) as txn:
+        copy_into(model)
+        txn.replay(GROUP.responses)
+
+
+@torch.no_grad()
+def change_lora(model: Any) -> None:
+    model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.mul_(1.5)
+
+
+def scale_lora(model: Any) -> None:
+    model.base_model.model.model.layers[0].self_attn.q_proj.scaling["default"] *= 2
+
+
+ADAPTER_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "weights": change_lora,
+    "scaling": scale_lora,
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "another": lambda model: (model.add_adapter("second", model.peft_config["default"]), model.set_adapter("second")),
+    "merged": lambda model: model.merge_adapter(),
+    "optimizer": optimizer_step,
+}
+
+
+@pytest.mark.parametrize("change", sorted(ADAPTER_CHANGES))
+@pytest.mark.parametrize("call", ["score", "replay"])
+def test_a_changed_adapter(change: str, call: str) -> None:
+    model = add_lora(build("llama"))
+    runtime = Runtime(model, SMALL)
+    with pytest.raises(StaleWeightsError), runtime.transaction(GROUP.prompt) as txn:
+        ADAPTER_CHANGES[change](model)
+        getattr(txn, call)(GROUP.responses)
+    assert_idle(runtime)
+
+
+# Order of calls
+
+
+def test_before_entering_and_after_leaving() -> None:
+    txn = Runtime(build("llama"), SMALL).transaction(GROUP.prompt)
+    for call in (txn.score, txn.replay):
+        with pytest.raises(TransactionStateError, match="OPEN"):
+            call(GROUP.responses)
+    with txn:
+        replay_group(txn, GROUP)
+    for call in (txn.score, txn.replay):
+        with pytest.raises(TransactionStateError, match="CLOSED"):
+            call(GROUP.responses)
+    with pytest.raises(TransactionStateError, match="CLOSED"):
+        txn.sweep()
+
+
+def test_lanes_asked_for_after_the_end() -> None:
+    model = build("llama")
+    with Runtime(model, SMALL).transaction(GROUP.prompt) as txn:
+        lanes = txn.replay(GROUP.responses)
+        lane = next(lanes)
+        lane.backward(lane.logprobs[0].sum())
+    before = model.lm_head.weight.grad.clone()
+    with pytest.raises(TransactionStateError):
+        next(lanes)
+    with pytest.raises(TransactionStateError):
+        lane.backward(lane.logprobs[0].sum())
+    assert torch.equal(model.lm_head.weight.grad, before)
+
+
+def test_a_second_backward_on_a_lane() -> None:
+    runtime = Runtime(build("llama"), SMALL)
+    with pytest.raises(TransactionStateError, match="over"), runtime.transaction(GROUP.prompt) as txn:
+        for lane in txn.replay(GROUP.responses):
+            lane.backward(lane.logprobs[0].sum())
+            lane.backward(lane.logprobs[0].sum())
+    assert_idle(runtime)
+
+
+def test_backward_by_hand() -> None:
+    runtime = Runtime(build("llama"), SMALL)
+    with pytest.raises(TransactionStateError, match="by hand"), runtime.transaction(GROUP.prompt) as txn:
+        for lane in txn.replay(GROUP.responses):
+            lane.logprobs[0].sum().backward()
+
+
+def test_backward_by_hand_and_then_properly() -> None:
+    runtime = Runtime(build("llama"), SMALL)
+    with pytest.raises(TransactionStateError, match="by hand"), runtime.transaction(GROUP.prompt) as txn:
+        for lane in txn.replay(GROUP.responses):
+            lane.logprobs[0].sum().backward()
+            lane.backward(lane.logprobs[0].sum())
+
+
+def test_a_lane_left_without_backward() -> None:
+    runtime = Runtime(build("llama"), SMALL)
+    with pytest.raises(TransactionStateError, match="left without a gradient"):
+        with runtime.transaction(GROUP.prompt) as txn:
+            for _ in txn.replay(GROUP.responses):
+                pass
+    assert_idle(runtime)
+
+
+def test_leaving_a_loop_with_a_lane_open() -> None:
+    runtime = Runtime(build("llama"), SMALL)
+    with pytest.raises(TransactionStateError, match="left without a gradient"):
+        with runtime.transaction(GROUP.prompt) as txn:
+            for _ in txn.replay(GROUP.responses):
+                break
+    assert_idle(runtime)
+
+
+def test_leaving_a_loop_after_backward_trains_what_was_replayed() -> None:
+    model = build("llama")
+    reference = copy.deepcopy(model)
+    with Runtime(model, SMALL).transaction(GROUP.prompt) as txn:
+        for lane in txn.replay(GROUP.responses):
+            lane.backward(torch.stack([GROUP.loss(i, x, None) for i, x in zip(lane.indices, lane.logprobs, strict=True)]).sum())
+            break
+    seen = set(lane.indices)
+    partial = make_group(61, (7, 1, 12, 5))
+    plain_step(
+        reference,
+        [type(partial)(prompt=GROUP.prompt, responses=GROUP.responses, loss=lambda i, x, h: GROUP.loss(i, x, h) * (i in seen))],
+    )
+    assert 0 < len(seen) < len(GROUP.responses)
+    assert_parity(model, reference)
+
+
+def test_a_skipped_lane_is_left_out() -> None:
+    model = build("llama")
+    reference, skipped = copy.deepcopy(model), set()
+    with Runtime(model, SMALL).transaction(GROUP.prompt) as txn:
+        for number, lane in enumerate(txn.replay(GROUP.responses)):
+            if number == 0:
+                lane.skip()
+                skipped |= set(lane.indices)
+                continue
+            lane.backward(torch.stack([x.sum() for x in lane.logprobs]).sum())
+    plain_step(
+        reference,
+        [type(GROUP)(prompt=GROUP.prompt, responses=GROUP.responses, loss=lambda i, x, h: x.sum() * (i not in skipped))],
+    )
+    assert_parity(model, reference)
+
+
+def test_all_lanes_skipped_gives_no_gradient() -> None:
+    model = build("llama")
+    with Runtime(model, SMALL).transaction(GROUP.prompt) as txn:
+        for lane in txn.replay(GROUP.responses):
+            lane.skip()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_transaction_that_only_scores() -> None:
+    model = build("llama")
+    with Runtime(model, SMALL).transaction(GROUP.prompt) as txn:
+        txn.score(GROUP.responses)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_two_replays_in_one_transaction_add_up() -> None:
+    model = build("llama")
+    reference = copy.deepcopy(model)
+    with Runtime(model, SMALL).transaction(GROUP.prompt) as txn:
+        replay_group(txn, GROUP)
+        txn.score(GROUP.responses)
+        replay_group(txn, GROUP)
+    plain_step(reference, [GROUP, GROUP])
+    assert_parity(model, reference)
+
+
+def test_losses_without_a_way_to_the_lane() -> None:
+    runtime = Runtime(build("llama"), SMALL)
+    for loss, text in (
+        (torch.zeros(()), "no graph"),
+        (torch.zeros((), requires_grad=True) * 2, "does not depend"),
+        (torch.zeros(2, requires_grad=True) * 2, "scalar"),
+    ):
+        with pytest.raises(TransactionStateError, match=text), runtime.transaction(GROUP.prompt) as txn:
+            for lane in txn.replay(GROUP.responses):
+                lane.backward(loss)
+    assert_idle(runtime)
+
+
+def test_accumulate_is_not_nested() -> None:
+    runtime = Runtime(build("llama"), SMALL)
+    with runtime.accumulate(), pytest.raises(TransactionStateError, match="already inside"), runtime.accumulate():
+        pass
+    with runtime.accumulate():
+        pass
+
+
+# Several transactions and runtimes on one model
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_two_captures_at_once_replayed_one_after_another(dtype: torch.dtype) -> None:
+    model = build("llama", dtype=dtype)
+    reference = copy.deepcopy(model)
+    runtime = Runtime(model, SMALL)
+    with runtime.transaction(GROUP.prompt) as outer:
+        outer.score(GROUP.responses)
+        with runtime.transaction(OTHER.prompt) as inner:
+            replay_group(inner, OTHER)
+        replay_group(outer, GROUP)
+    plain_step(reference, [OTHER, GROUP])
+    assert_parity(model, reference, 1e-6 if dtype == torch.float64 else 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+@pytest.mark.parametrize("same_runtime", [True, False])
+def test_gradients_of_two_transactions_are_not_mixed(dtype: torch.dtype, same_runtime: bool) -> None:
+    # Their backward passes would land in each other's sums.
+    model = build("llama", dtype=dtype)
+    runtime = Runtime(model, SMALL)
+    second = runtime if same_runtime else Runtime(model, SMALL)
+    with pytest.raises(TransactionStateError, match="another transaction"):
+        with runtime.transaction(GROUP.prompt) as outer:
+            replay_group(outer, GROUP)
+            with second.transaction(OTHER.prompt) as inner:
+                replay_group(inner, OTHER)
+    assert all(p.grad is None for p in model.parameters())
+    assert_idle(runtime)
+    assert_idle(second)
+    check_parity(model, [GROUP], tolerance=1e-6 if dtype == torch.float64 else 0.1)
+
+
+def test_scoring_inside_a_transaction_that_is_replaying() -> None:
+    model = build("llama")
+    reference = copy.deepcopy(model)
+    runtime = Runtime(model, SMALL)
+    with runtime.transaction(GROUP.prompt) as txn:
+        lanes = txn.replay(GROUP.responses)
+        for lane in lanes:
+            runtime.score(OTHER.prompt, OTHER.responses)
+            lane.backward(torch.stack([GROUP.loss(i, x, None) for i, x in zip(lane.indices, lane.logprobs, strict=True)]).sum())
+    plain_step(reference, [GROUP])
+    assert_parity(model, reference)
+
+
+def test_two_runtimes_on_one_model_one_after_another() -> None:
+    model = build("qwen3")
+    reference = copy.deepcopy(model)
+    for _ in range(2):
+        with Runtime(model, SMALL) as runtime:
+            paged_step(runtime, [GROUP])
+        plain_step(reference, [GROUP])
+    assert_parity(model, reference)
+
+
+def test_plain_training_between_transactions() -> None:
+    model = build("qwen3")
+    reference = copy.deepcopy(model)
+    runtime = Runtime(model, SMALL)
+    paged_step(runtime, [GROUP])
+    plain_step(model, [OTHER])
+    plain_step(reference, [GROUP, OTHER])
+    assert_parity(model, reference)
+
+
+def test_several_optimizer_steps_with_one_runtime() -> None:
+    model = build("qwen3")
+    reference = copy.deepcopy(model)
+    runtime = Runtime(model, SMALL)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=1e-3) for m in (model, reference))
+    for _ in range(3):
+        ours.zero_grad()
+        theirs.zero_grad()
+        paged_step(runtime, [GROUP, OTHER])
+        plain_step(reference, [GROUP, OTHER])
+        assert_parity(model, reference)
+        ours.step()
+        theirs.step()
+
+
+def test_freezing_between_transactions_is_seen() -> None:
+    model = build("llama")
+    runtime = Runtime(model, SMALL)
+    paged_step(runtime, [GROUP])
+    model.zero_grad()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    paged_step(runtime, [GROUP])
+    plain_step(reference, [GROUP])
+    assert_parity(model, reference)
