@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+
+from longstraw.errors import TransactionStateError
 
 
 class _Handle(Protocol):
