@@ -19,6 +19,9 @@ _WRAPPERS = {
     "DataParallel": "DataParallel",
 }
 
+# Rates that models hand to a function: no module shows them.
+_FUNCTIONAL_DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout")
+
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside PEFT's wrappers.
@@ -115,12 +118,13 @@ def refuse_dropout(model: nn.Module, config: Any) -> None:
                 f"{name} drops out with p={module.p}: captured and replayed tokens would see different masks; set the "
                 "dropout to 0 (for LoRA lora_dropout=0), or call model.eval()"
             )
-    rate = getattr(config, "attention_dropout", 0.0)
-    if rate and model.training:
-        raise UnsupportedModelError(
-            f"config.attention_dropout is {rate}: captured and replayed tokens would see different masks; set it to 0, "
-            "or call model.eval()"
-        )
+    for key in _FUNCTIONAL_DROPOUTS if model.training else ():
+        rate = getattr(config, key, 0.0)
+        if rate:
+            raise UnsupportedModelError(
+                f"config.{key} is {rate}: captured and replayed tokens would see different masks; set it to 0, "
+                "or call model.eval()"
+            )
 
 
 def single_device(model: nn.Module) -> torch.device:
