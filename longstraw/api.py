@@ -46,7 +46,8 @@ class Runtime:
         **overrides: Any,
     ) -> None:
         self.config = Config.load(config, **overrides)
-        self._engine = Engine(adapt(model, accelerator), self.config, progress=terminal_progress)
+        adapted = adapt(model, accelerator, self.config.kernels.model_dump())
+        self._engine = Engine(adapted, self.config, progress=terminal_progress)
 
     def transaction(self, prompt_ids: Tensor, *, row_tokens: int | None = None) -> Transaction:
         """A transaction on one prompt; entering it captures.
@@ -88,7 +89,7 @@ class Runtime:
         """
         engine = self._engine
         if model is not None:
-            adapted = adapt(model, None)
+            adapted = adapt(model, None, self.config.kernels.model_dump())
             if adapted.device != engine.device:
                 raise ConfigError(
                     f"model: the reference model is on {adapted.device}, the trained one on {engine.device}; "

@@ -112,6 +112,12 @@ class PagesConfig(_Section):
         return value
 
 
+class KernelsConfig(_Section):
+    """Which implementation computes what has several."""
+
+    gated_delta: Literal["auto", "fla", "torch"] = AUTO
+
+
 class DeviceTier(_Section):
     """Memory of the device that computes."""
 
@@ -149,6 +155,7 @@ class Config(_Section):
     capture: CaptureConfig = CaptureConfig()
     replay: ReplayConfig = ReplayConfig()
     pages: PagesConfig = PagesConfig()
+    kernels: KernelsConfig = KernelsConfig()
     tiers: tuple[Tier, ...] = (DeviceTier(), HostTier())
     staleness: NotNegative = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -11,8 +12,8 @@ from longstraw.integrations.transformers.adapter import TransformersAdapter
 from longstraw.runtime.adapter import ModelAdapter
 
 
-def adapt(model: nn.Module, accelerator: Any | None) -> ModelAdapter:
-    """The adapter of a user's model.
+def adapt(model: nn.Module, accelerator: Any | None, kernels: Mapping[str, str] | None = None) -> ModelAdapter:
+    """The adapter of a user's model. `kernels` is the user's choice of kernels, by what they compute.
 
     Raises:
         UnsupportedModelError: the model, or the way it is wrapped, cannot be carried exactly.
@@ -20,4 +21,4 @@ def adapt(model: nn.Module, accelerator: Any | None) -> ModelAdapter:
     """
     if accelerator is not None:
         check_accelerator(accelerator)
-    return TransformersAdapter(model)
+    return TransformersAdapter(model, kernels)

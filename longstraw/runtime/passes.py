@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -70,6 +70,7 @@ class ForwardPass:
     Attributes:
         own_rows: the rows that the one chunk of a CAPTURE or SWEEP is.
         kept: by layer, what a recomputation must find again instead of computing it: attention outputs, selections.
+        kernels: the user's choice of kernels, by what they compute; the adapter fills it in.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class ForwardPass:
         self.traffic = PassTraffic()
         self.own_rows = (prefix_rows, prefix_rows + sum(self.lengths))
         self.kept: dict[Hashable, Any] = {}
+        self.kernels: Mapping[str, str] = {}
         self.declared: list[LayerSpec] = []
         self._layers: dict[int, LayerIO] = {}
         self._known = {layer.index: layer for layer in state.layers} if state is not None else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -28,8 +28,8 @@ class TransformersAdapter:
     layers' forward (for checkpointing), and transformers' checkpointing, which is switched off.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, kernels: Mapping[str, str] | None = None) -> None:
+        self._model, self._kernels = model, dict(kernels or {})
         self._base = checks.unwrap(model)
         self._config = checks.text_config(self._base)
         self._layers = checks.find_attentions(self._base)
@@ -87,6 +87,7 @@ class TransformersAdapter:
 
     @contextmanager
     def active(self, forward: ForwardPass) -> Iterator[None]:
+        forward.kernels = self._kernels
         with ExitStack() as stack:
             stack.enter_context(attention.attending((module for _, module in self._layers.values()), forward))
             stack.enter_context(self._attention_implementation())

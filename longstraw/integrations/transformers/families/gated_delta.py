@@ -1,0 +1,110 @@
+"""Gated-delta hybrids: Qwen3-Next, Qwen3.5 and Qwen3.6, dense and mixtures, and the text part of their multimodal
+classes. Their full-attention layers are gated attention, which comes through the attention interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from longstraw.errors import UnsupportedModelError
+from longstraw.integrations.transformers.families import dense
+from longstraw.integrations.transformers.families.family import Family
+from longstraw.kernels.gated_delta import choose_rule
+from longstraw.runtime.gated_delta import DeltaInputs, DeltaShape, mix
+from longstraw.runtime.passes import ForwardPass
+
+# What a mixer may be given and need not look at: a pass has no cache, no padding, and its own branch borders.
+_HARMLESS = frozenset({"cache", "cache_params", "past_key_values", "use_cache", "position_ids", "cache_position"})
+
+
+def _shape(mixer: Any) -> DeltaShape:
+    return DeltaShape(
+        num_k_heads=mixer.num_k_heads,
+        num_v_heads=mixer.num_v_heads,
+        k_dim=mixer.head_k_dim,
+        v_dim=mixer.head_v_dim,
+        kernel=mixer.conv_kernel_size,
+    )
+
+
+def _refuse(mixer: nn.Module, config: Any) -> str | None:
+    convolution = mixer.conv1d
+    if type(convolution) is not nn.Conv1d:
+        return (
+            f"the convolution of layer {mixer.layer_idx} is a {type(convolution).__name__}; only a plain one can start "
+            "from a carried window (leave conv1d out of the adapter's target_modules)"
+        )
+    return None
+
+
+def _exchange(mixer: nn.Module, forward: ForwardPass) -> Callable[..., Tensor]:
+    def mixer_forward(hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        _check_arguments(mixer, attention_mask, kwargs)
+        return _mixer_forward(mixer, forward, hidden_states)
+
+    return mixer_forward
+
+
+def _mixer_forward(mixer: Any, forward: ForwardPass, hidden_1SE: Tensor) -> Tensor:
+    """transformers' `...GatedDeltaNet.forward` on packed rows [1, S, hidden_size], through the module's own parts."""
+    shape = _shape(mixer)
+    mixed_1SC, z, b_1SV, a_1SV = _projected(mixer, hidden_1SE)
+    # As transformers computes them: in half precision exp(A_log) would overflow.
+    g_1SV = -mixer.A_log.float().exp() * F.softplus(a_1SV.float() + mixer.dt_bias)
+    inputs = DeltaInputs(
+        mixed_SC=mixed_1SC[0],
+        g_SV=g_1SV[0],
+        beta_SV=b_1SV[0].sigmoid(),
+        conv_weight_CK=mixer.conv1d.weight.squeeze(1),
+        conv_bias_C=mixer.conv1d.bias,
+        activation=ACT2FN[mixer.activation],
+    )
+    rule = choose_rule(mixed_1SC.device, mixed_1SC.dtype, forward.kernels.get("gated_delta", "auto"))
+    out_SVD = mix(forward, mixer.layer_idx, shape, inputs, rule)
+    normed = mixer.norm(out_SVD.flatten(0, 1), z.reshape(-1, shape.v_dim))
+    projected: Tensor = mixer.out_proj(normed.view(1, hidden_1SE.shape[1], -1))
+    return projected
+
+
+def _projected(mixer: Any, hidden_1SE: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values side by side; the output's gate z; the inputs of beta and of the decay."""
+    if hasattr(mixer, "in_proj_qkvz"):
+        q, k, v, z, b, a = mixer.fix_query_key_value_ordering(
+            mixer.in_proj_qkvz(hidden_1SE), mixer.in_proj_ba(hidden_1SE)
+        )
+        return torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1), z, b, a
+    return (
+        mixer.in_proj_qkv(hidden_1SE),
+        mixer.in_proj_z(hidden_1SE),
+        mixer.in_proj_b(hidden_1SE),
+        mixer.in_proj_a(hidden_1SE),
+    )
+
+
+def _check_arguments(mixer: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    if mask is not None:
+        raise UnsupportedModelError(f"{type(mixer).__name__} brings a padding mask, which would be ignored")
+    asked = {name for name, value in kwargs.items() if value is not None and value is not False}
+    if unknown := asked - _HARMLESS:
+        raise UnsupportedModelError(
+            f"{type(mixer).__name__} is called with {', '.join(sorted(unknown))}, which is not supported yet"
+        )
+
+
+MIXER = Family(
+    name="gated delta",
+    attention_classes=frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"}),
+    refuse=_refuse,
+    exchange=_exchange,
+)
+
+ATTENTION = Family(
+    name="gated attention",
+    attention_classes=frozenset({"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"}),
+    refuse=dense.FAMILY.refuse,
+)

@@ -1,0 +1,134 @@
+"""The gated delta rule chunk by chunk, in plain torch: any device, float32, and float64 for float64 inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longstraw.kernels.gated_delta.layout import ChunkLayout
+from longstraw.kernels.gated_delta.naive import EPSILON
+
+CHUNK = 64
+"""Most tokens of a chunk: its triangular systems are [CHUNK, CHUNK]."""
+
+
+class ChunkedRule:
+    """`DeltaRule` in plain torch.
+
+    The algorithm is the chunked form of the gated delta rule (arXiv 2412.06464, section 3.3), which transformers'
+    own torch function follows too. Autograd keeps the inputs only; the backward computes the rest again.
+    """
+
+    name = "torch"
+
+    def __call__(
+        self,
+        q_SHK: Tensor,
+        k_SHK: Tensor,
+        v_SVD: Tensor,
+        g_SV: Tensor,
+        beta_SV: Tensor,
+        *,
+        lengths: Sequence[int],
+        initial_VKD: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        return _Rule.apply(q_SHK, k_SHK, v_SVD, g_SV, beta_SV, initial_VKD, tuple(lengths))
+
+    def workspace_bytes(self, num_v_heads: int, k_dim: int, v_dim: int, element: int) -> int:
+        """Bytes a token that a backward needs for a moment, counted from the tensors of `_chunked`."""
+        values = 6 * CHUNK + 12 * (k_dim + v_dim) + 4 * k_dim * v_dim // CHUNK
+        return num_v_heads * max(element, 4) * values
+
+
+class _Rule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial: Tensor | None,
+        lengths: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v, g, beta, initial)
+        ctx.lengths = lengths
+        # Autocast would narrow the products, and not in the backward.
+        with torch.autocast(v.device.type, enabled=False):
+            return _chunked(q, k, v, g, beta, initial, lengths=lengths)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inputs: list[Any] = [
+            None if x is None else x.detach().requires_grad_(needed)
+            for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        ]
+        with torch.enable_grad(), torch.autocast(grad_out.device.type, enabled=False):
+            results = _chunked(*inputs, lengths=ctx.lengths)
+        wanted = [x for x in inputs if x is not None and x.requires_grad]
+        # The final state does not depend on the queries.
+        reached = [(x, grad) for x, grad in zip(results, (grad_out, grad_final), strict=True) if x.requires_grad]
+        found = iter(torch.autograd.grad([x for x, _ in reached], wanted, [grad for _, grad in reached]))
+        return *(next(found) if x is not None and x.requires_grad else None for x in inputs), None
+
+
+def _chunked(
+    q_SHK: Tensor,
+    k_SHK: Tensor,
+    v_SVD: Tensor,
+    g_SV: Tensor,
+    beta_SV: Tensor,
+    initial_VKD: Tensor | None,
+    *,
+    lengths: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
+    heads, k_dim, v_dim = v_SVD.shape[1], k_SHK.shape[2], v_SVD.shape[2]
+    wide = torch.float64 if v_SVD.dtype == torch.float64 else torch.float32
+    layout = ChunkLayout(lengths, min(CHUNK, max(lengths)))
+    q, k = (_normalized(x.to(wide)) for x in (q_SHK, k_SHK))
+    q = q * k_dim**-0.5
+    q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
+    # N chunks in scan order; padded tokens have k = v = beta = g = 0 and change no state.
+    q_NVCK, k_NVCK, v_NVCD = (layout.cut(x).transpose(1, 2) for x in (q, k, v_SVD.to(wide)))
+    g_NVC, beta_NVC = (layout.cut(x.to(wide)).transpose(1, 2) for x in (g_SV, beta_SV))
+
+    decay_NVC = g_NVC.cumsum(-1)
+    between = decay_NVC.unsqueeze(-1) - decay_NVC.unsqueeze(-2)
+    later = torch.ones(layout.size, layout.size, dtype=torch.bool, device=q.device).triu(1)
+    # Masked before exp, where it would overflow.
+    between = between.masked_fill(later, float("-inf")).exp()
+    k_beta = k_NVCK * beta_NVC.unsqueeze(-1)
+    # The UT transform: what each token writes, given what the earlier ones of its chunk wrote.
+    system = (k_beta @ k_NVCK.transpose(-1, -2)) * between
+    right = torch.cat([v_NVCD * beta_NVC.unsqueeze(-1), k_beta * decay_NVC.exp().unsqueeze(-1)], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    written, predicted = solved.split([v_dim, k_dim], dim=-1)
+    within = (q_NVCK @ k_NVCK.transpose(-1, -2)) * between
+    q_decayed = q_NVCK * decay_NVC.exp().unsqueeze(-1)
+    k_decayed = k_NVCK * (decay_NVC[..., -1:] - decay_NVC).exp().unsqueeze(-1)
+    whole = decay_NVC[..., -1].exp()[..., None, None]
+
+    if initial_VKD is None:
+        initial_VKD = v_SVD.new_zeros(heads, k_dim, v_dim, dtype=wide)
+    state = initial_VKD.to(wide).expand(len(lengths), heads, k_dim, v_dim)
+    outs, finals, at = [], [], 0
+    for width in layout.steps:
+        rows = slice(at, at + width)
+        if width < len(state):
+            finals.append(state[width:])
+            state = state[:width]
+        new = written[rows] - predicted[rows] @ state
+        outs.append(q_decayed[rows] @ state + within[rows] @ new)
+        state = state * whole[rows] + k_decayed[rows].transpose(-1, -2) @ new
+        at += width
+    finals.append(state)
+    out = layout.join(torch.cat(outs).transpose(1, 2))
+    return out.to(v_SVD.dtype), layout.by_branch(torch.cat(finals[::-1]))
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
