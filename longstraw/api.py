@@ -46,7 +46,7 @@ class Runtime:
         **overrides: Any,
     ) -> None:
         self.config = Config.load(config, **overrides)
-        adapted = adapt(model, accelerator, self.config.kernels.model_dump())
+        adapted = adapt(model, accelerator, self.config)
         self._engine = Engine(adapted, self.config, progress=terminal_progress)
 
     def transaction(self, prompt_ids: Tensor, *, row_tokens: int | None = None) -> Transaction:
@@ -89,7 +89,7 @@ class Runtime:
         """
         engine = self._engine
         if model is not None:
-            adapted = adapt(model, None, self.config.kernels.model_dump())
+            adapted = adapt(model, None, self.config)
             if adapted.device != engine.device:
                 raise ConfigError(
                     f"model: the reference model is on {adapted.device}, the trained one on {engine.device}; "
@@ -97,7 +97,9 @@ class Runtime:
                 )
             engine = Engine(adapted, self.config, store=engine.store)
         with engine.adapter.reference() if adapter is None else nullcontext():
-            with engine.transaction(prompt_ids, row_tokens, score_only=True) as transaction:
+            with engine.transaction(
+                prompt_ids, row_tokens, score_only=True, reference=adapter is None
+            ) as transaction:
                 return transaction.score(responses)
 
     def describe(self) -> str:

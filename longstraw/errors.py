@@ -42,5 +42,9 @@ class StreamOrderError(LongstrawError):
     """A layer asked for pages in another order than the pass had announced."""
 
 
+class RankFailedError(LongstrawError):
+    """Another rank failed in this step, so that this one cannot go on. The message carries that rank's error."""
+
+
 class GradientMismatchError(LongstrawError):
     """`verify` found a parameter whose gradient differs from plain autograd by more than the tolerance."""

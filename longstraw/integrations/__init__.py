@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from longstraw.config import Config
 from longstraw.integrations.accelerate import check_accelerator
+from longstraw.integrations.sharding import sharding_of
 from longstraw.integrations.transformers.adapter import TransformersAdapter
 from longstraw.runtime.adapter import ModelAdapter
 
 
-def adapt(model: nn.Module, accelerator: Any | None, kernels: Mapping[str, str] | None = None) -> ModelAdapter:
-    """The adapter of a user's model. `kernels` is the user's choice of kernels, by what they compute.
+def adapt(model: nn.Module, accelerator: Any | None, config: Config | None = None) -> ModelAdapter:
+    """The adapter of a user's model, wrapped or not, under the settings of `config` (None: the defaults).
 
     Raises:
         UnsupportedModelError: the model, or the way it is wrapped, cannot be carried exactly.
-        ConfigError: the accelerator has a setting that the runtime would ignore.
+        ConfigError: the accelerator, or `config`, has a setting that the runtime would ignore.
     """
+    config = config or Config()
+    scaler = None
     if accelerator is not None:
         check_accelerator(accelerator)
-    return TransformersAdapter(model, kernels)
+        scaler = getattr(accelerator, "scaler", None)
+    return TransformersAdapter(sharding_of(model, config.gradient, scaler), config.kernels.model_dump())

@@ -14,6 +14,7 @@ from longstraw.runtime.layer_spec import LayerSpec
 
 if TYPE_CHECKING:
     from longstraw.runtime.passes import ForwardPass
+    from longstraw.runtime.sharding import Sharding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,11 @@ class ModelAdapter(Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def sharding(self) -> Sharding:
+        """The framework that holds the model's parameters."""
+        ...
+
+    @property
     def modules(self) -> nn.Module:
         """The module whose parameters are trained."""
         ...
@@ -55,6 +61,10 @@ class ModelAdapter(Protocol):
 
     def profile(self) -> ModelProfile:
         """Run the model on a few tokens and report what it needs; cached until what decides it changes."""
+        ...
+
+    def is_profiled(self) -> bool:
+        """Whether `profile` would answer without running the model."""
         ...
 
     def run(self, forward: ForwardPass, input_ids_S: Tensor, positions_S: Tensor) -> Tensor:

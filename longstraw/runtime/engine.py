@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from longstraw.config import AUTO, Config
-from longstraw.errors import TransactionStateError
+from longstraw.errors import StaleWeightsError, TransactionStateError
 from longstraw.pagers.staging import StagingPool
 from longstraw.resident.store import PageStore
 from longstraw.runtime.adapter import ModelAdapter, ModelProfile
-from longstraw.runtime.ledger import GradientSums
+from longstraw.runtime.empty import run_empty_pass
+from longstraw.runtime.ledger import GradientLedger, GradientSums
+from longstraw.runtime.lockstep import Kind, Lockstep
 from longstraw.runtime.memory import free_device_bytes
-from longstraw.runtime.prompt_state import PromptState
-from longstraw.runtime.sizing import GraphSize, size_chunk, size_lane
+from longstraw.runtime.prompt_state import KeepOutputs, PromptState
+from longstraw.runtime.sizing import KEEP_OUTPUT_FROM, GraphSize, size_chunk, size_lane
 from longstraw.runtime.tiers import build_store
 from longstraw.runtime.transaction import Transaction
 from longstraw.runtime.weights import WeightsWatch
@@ -41,6 +44,7 @@ class Engine:
         self, adapter: ModelAdapter, config: Config, store: PageStore | None = None, progress: Progress | None = None
     ) -> None:
         self.adapter = adapter
+        self.sharding = adapter.sharding
         self.config = config
         self.device = adapter.device
         self.watch = WeightsWatch(adapter)
@@ -50,27 +54,44 @@ class Engine:
         self._free_bytes: int | None = None
         self._lane_limit: int | None = None
         self._chunk_limit: int | None = None
-        self._sums: GradientSums | None = None
+        self._sums = GradientSums()
+        self._accumulating = False
+        self.lockstep = Lockstep(
+            self.sharding.ranks, collective=self.sharding.lockstep, empty_pass=functools.partial(run_empty_pass, self)
+        )
+        # In lockstep a pass may add to gradients on behalf of other ranks' groups, within a transaction or outside
+        # of all: the step has one ledger then, and else every transaction has its own.
+        self._step_ledger = self._new_ledger()
 
     # For the user's face
 
-    def transaction(self, prompt_ids: Tensor, row_tokens: int | None, *, score_only: bool = False) -> Transaction:
-        """A transaction on one prompt. `score_only` holds no gradient pages, whatever the config says."""
-        return Transaction(
-            self, prompt_ids, row_tokens, exact=not score_only and self.config.gradient.prompt == "exact"
-        )
+    def transaction(
+        self, prompt_ids: Tensor, row_tokens: int | None, *, score_only: bool = False, reference: bool = False
+    ) -> Transaction:
+        """A transaction on one prompt.
+
+        `score_only` holds no gradient pages, whatever the config says. `reference`: the caller holds the adapter's
+        `reference()`, and other ranks have to as well in passes that they make for this one.
+        """
+        exact = not score_only and self.config.gradient.prompt == "exact"
+        return Transaction(self, prompt_ids, row_tokens, exact=exact, reference=reference)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Hold the gradients of the transactions within, and add them to `.grad` together at the end."""
-        if self._sums is not None:
+        if self._accumulating:
             raise TransactionStateError("accumulate: already inside accumulate(); one block is one optimizer step")
-        self._sums = GradientSums()
+        self.enter()
+        self._accumulating = True
         try:
             yield
-            self._sums.finalize()
-        finally:
-            self._sums = None
+            self._finalize()
+        except BaseException as error:
+            self._accumulating = False
+            self.leave(error)
+            raise
+        self._accumulating = False
+        self.leave(None)
 
     def close(self) -> None:
         """Give every tier back."""
@@ -95,23 +116,89 @@ class Engine:
             chunks=chunks,
             exact=exact,
             accumulate_wide=config.gradient.accumulate == "float32",
+            keep_outputs=self._keep_outputs(chunks),
             block_tokens=block,
             lookahead=config.pages.lookahead,
             staging=self.staging,
         )
 
+    def _keep_outputs(self, chunks: Sequence[tuple[int, int]]) -> KeepOutputs:
+        keep = self.config.capture.keep_attention
+        if keep == AUTO and sum(stop - start for start, stop in chunks) < KEEP_OUTPUT_FROM[self.device.type]:
+            return "never"
+        return keep
+
     def release(self, owner: str) -> None:
         """Free every page of `owner`, whatever state it is in."""
         self.store.release(owner, force=True)
 
+    def enter(self) -> None:
+        """A step begins, or a transaction within one."""
+        if self.lockstep.enter():
+            self.sharding.begin_step()
+            if self.lockstep.collective:
+                # The model's short run is a pass too; here every rank makes it.
+                self.adapter.profile()
+
+    def leave(self, error: BaseException | None) -> None:
+        """What `enter` began is over, with or without an error; all ranks of a failed step fail together."""
+        if error is not None:
+            self._step_ledger.rollback()
+            self.lockstep.fail(error)
+        if self.lockstep.leave():
+            self._sums = GradientSums()
+            self.sharding.end_step(failed=error is not None)
+
+    def open_ledger(self) -> GradientLedger:
+        """Where a transaction's backward passes add their gradients; begun at the first of them."""
+        return self._step_ledger if self.lockstep.collective else self._new_ledger()
+
+    def begin_ledger(self, ledger: GradientLedger) -> None:
+        """Set `.grad` aside, if that has not been done."""
+        if not ledger.begun:
+            ledger.begin(self.sharding.leaves())
+
+    def _new_ledger(self) -> GradientLedger:
+        # A whole gradient that is left in .grad would be taken, and reduced, by the framework's own hooks.
+        return GradientLedger(
+            wide=self.config.gradient.accumulate == "float32",
+            emptied=self.sharding.lockstep and self.sharding.reduce == "deferred",
+        )
+
     def deliver(self, sums: dict[nn.Parameter, Tensor]) -> None:
-        """A finished transaction's gradients: into `.grad`, or to the surrounding `accumulate()`."""
-        if self._sums is not None:
-            self._sums.add(sums)
-            return
-        whole = GradientSums()
-        whole.add(sums)
-        whole.finalize()
+        """A finished transaction's gradients: into `.grad`, or to the surrounding `accumulate()` until that ends."""
+        self._sums.add(sums)
+        # Ranks reduce together, when the last of a step's transactions ends; one process has nothing to wait for.
+        last = self.lockstep.depth == 1 or self.sharding.ranks is None
+        if last and not self._accumulating:
+            self._finalize()
+
+    def _finalize(self) -> None:
+        if self.lockstep.end(has_gradient=self._sums.any or self._step_ledger.begun):
+            if self._step_ledger.begun:
+                self._sums.add(self._step_ledger.take())
+            self.sharding.finalize(self._sums.take())
+
+    def empty_ledger(self) -> AbstractContextManager[None]:
+        """Within it a backward pass with a gradient of zero may run, and leaves this rank's sums as they are."""
+        self.begin_ledger(self._step_ledger)
+        # Where the framework reduces in each pass, what arrives here in an empty pass is the other ranks' gradient.
+        return self._step_ledger.discarding() if self.sharding.reduce == "deferred" else nullcontext()
+
+    def check_profile(self, *, reference: bool) -> ModelProfile:
+        """The model's profile. In a step in lockstep a run that it needs is a phase of its own."""
+        if self.lockstep.collective and self.lockstep.depth and not self.adapter.is_profiled():
+            if not reference:
+                raise StaleWeightsError(
+                    "what is trained, the model's mode, or its dtype changed within accumulate(), and the ranks would "
+                    "fall out of step; change it between steps"
+                )
+            phase = self.lockstep.phase(Kind.PROBE, 1)
+            phase.forward()
+            profile = self.adapter.profile()
+            phase.finish()
+            return profile
+        return self.adapter.profile()
 
     def lane_size(self, profile: ModelProfile, lengths: Sequence[int]) -> GraphSize:
         """Lane width and checkpointing for branches of these lengths."""

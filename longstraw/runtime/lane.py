@@ -42,12 +42,13 @@ class Lane:
         forward: ForwardPass,
         on_backward: Callable[[Lane, Tensor], None],
         *,
+        on_skip: Callable[[Tensor, ForwardPass], None] | None = None,
         entropy: bool,
     ) -> None:
         self.indices = tuple(indices)
         self.forward = forward
         self.state = LaneState.LIVE
-        self._lengths, self._on_backward = tuple(lengths), on_backward
+        self._lengths, self._on_backward, self._on_skip = tuple(lengths), on_backward, on_skip
         self._packed: Tensor | None = packed_S2
         # The user's loss ends at this leaf: its small graph runs first, the model's heavy one afterwards, and the
         # gradient between the two is known, so that a lane that ran out of memory can be run again without the user.
@@ -73,6 +74,8 @@ class Lane:
     def skip(self) -> None:
         """Leave this lane out of the gradient, on purpose, and free its graph."""
         self._require_live("lane.skip")
+        if self._on_skip is not None:
+            self._on_skip(self.take_packed(), self.forward)
         self.close(LaneState.SKIPPED)
 
     def upstream(self, loss: Tensor) -> Tensor:

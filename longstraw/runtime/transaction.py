@@ -15,7 +15,7 @@ from torch import Tensor
 from longstraw.errors import CapacityError, StaleWeightsError, TransactionStateError
 from longstraw.runtime.branches import PackedBranches, check_prompt, check_responses
 from longstraw.runtime.lane import Lane, LaneState, reaches_parameter
-from longstraw.runtime.ledger import GradientLedger
+from longstraw.runtime.lockstep import Kind, Phase
 from longstraw.runtime.memory import is_out_of_memory, release_cached
 from longstraw.runtime.passes import ForwardPass, HeadRequest, Purpose
 from longstraw.runtime.report import DriftMeter, Report
@@ -60,10 +60,13 @@ class Transaction:
     object can then be entered again.
     """
 
-    def __init__(self, engine: Engine, prompt_ids: Tensor, row_tokens: int | None, *, exact: bool) -> None:
+    def __init__(
+        self, engine: Engine, prompt_ids: Tensor, row_tokens: int | None, *, exact: bool, reference: bool = False
+    ) -> None:
         self._engine = engine
         self._exact = exact
-        self._profile = engine.adapter.profile()
+        self._forward_kind = Kind.REFERENCE if reference else Kind.FORWARD
+        self._profile = engine.check_profile(reference=reference)
         self._prompt = check_prompt(prompt_ids, self._profile.vocab_size)
         if row_tokens is not None and row_tokens < len(self._prompt):
             raise ValueError(f"row_tokens={row_tokens} is shorter than the prompt's {len(self._prompt)} tokens")
@@ -74,12 +77,13 @@ class Transaction:
         self._reset()
 
     def _reset(self) -> None:
-        self._ledger = GradientLedger(wide=self._engine.config.gradient.accumulate == "float32")
+        self._ledger = self._engine.open_ledger()
         self._drift = DriftMeter()
         self._lane: Lane | None = None
         # Each replayed branch with the gradient of the loss at its log-probs: enough to run it again.
         self._replayed: list[tuple[Tensor, Tensor]] = []
         self._repeatable = True
+        self._phase: Phase | None = None
 
     # The user's calls
 
@@ -90,11 +94,12 @@ class Transaction:
         self._require("entering the transaction", TransactionState.OPEN)
         self.report = Report(gradient="exact" if self._exact else "detached", prompt_tokens=len(self._prompt))
         self._engine.begin_peak()
+        self._engine.enter()
         try:
             with self.report.phase("capture", self._engine.device):
                 self._capture()
-        except BaseException:
-            self._fail()
+        except BaseException as error:
+            self._fail(error)
             raise
         return self
 
@@ -102,17 +107,19 @@ class Transaction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._fail()
+            self._fail(error)
             return
         try:
             self._settle_lane()
+            self._end_phase()
             if self.state is TransactionState.REPLAYING:
                 self.sweep()
             with self.report.phase("finalize", self._engine.device):
                 self._finish()
-        except BaseException:
-            self._fail()
+        except BaseException as failure:
+            self._fail(failure)
             raise
+        self._engine.leave(None)
 
     def score(self, responses: Sequence[Tensor]) -> list[Tensor]:
         """Log-probs of the responses under the captured prompt, without a graph.
@@ -131,6 +138,7 @@ class Transaction:
         """
         self._require("score", TransactionState.CAPTURED, TransactionState.REPLAYING)
         self._settle_lane()
+        self._end_phase()
         self._check_weights("score")
         branches = self._check_branches(responses)
         with self.report.phase("score", self._engine.device):
@@ -151,6 +159,7 @@ class Transaction:
         """
         self._require("replay", TransactionState.CAPTURED, TransactionState.REPLAYING)
         self._settle_lane()
+        self._end_phase()
         self._check_weights("replay")
         return self._lanes(self._check_branches(responses))
 
@@ -161,6 +170,7 @@ class Transaction:
         """
         self._require("sweep", TransactionState.REPLAYING)
         self._settle_lane()
+        self._end_phase()
         self._check_weights("sweep")
         with self.report.phase("sweep", self._engine.device):
             while self._state.needs_sweep:
@@ -193,11 +203,14 @@ class Transaction:
         self._state = engine.reserve(self._owner, self._profile, chunks, exact=self._exact)
         self.report.tier_bytes = self._state.tier_bytes()
         self.report.chunks, self.report.chunk_tokens = len(chunks), self._chunk_tokens
+        phase = engine.lockstep.phase(self._forward_kind, len(chunks))
         for start, stop in engine.progress("capture", chunks):
+            phase.forward()
             forward = self._pass(Purpose.CAPTURE, [stop - start], prefix_rows=start)
             with forward, torch.no_grad(), engine.adapter.active(forward):
                 engine.adapter.run(forward, *self._chunk_inputs(start, stop))
             self.report.add_traffic("capture", forward.traffic)
+        phase.finish()
 
     def _chunk_inputs(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         device = self._engine.device
@@ -207,8 +220,10 @@ class Transaction:
     def _score(self, branches: list[Tensor]) -> list[Tensor]:
         scored: dict[int, Tensor] = {}
         pending = deque(plan_lanes([len(b) for b in branches], self._lane_size(branches).tokens))
+        phase = self._engine.lockstep.phase(self._forward_kind, len(pending))
         while pending:
             indices = pending.popleft()
+            phase.forward()
             try:
                 packed, forward = self._forward_lane(Purpose.SCORE, [branches[i] for i in indices], checkpoint=False)
             except Exception as error:
@@ -222,6 +237,7 @@ class Transaction:
                 scored.update(zip(indices, parts, strict=True))
                 continue
             pending.extendleft(reversed(self._halve(indices, branches, failure)))
+        phase.finish()
         return [scored[i] for i in range(len(branches))]
 
     # Replay
@@ -235,7 +251,13 @@ class Transaction:
             indices = pending.popleft()
             try:
                 with self.report.phase("replay", self._engine.device):
-                    lane = self._open_lane(indices, branches, size.checkpoint)
+                    if self._phase is None:
+                        # The first lane; or another call made its passes in between, which ended the phase.
+                        self._phase = self._engine.lockstep.phase(
+                            Kind.REPLAY, len(pending) + 1, checkpoint=size.checkpoint
+                        )
+                    self._phase.forward()
+                    lane = self._open_lane(indices, branches, self._phase.checkpoint)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -246,6 +268,7 @@ class Transaction:
                 self._settle_lane()
                 continue
             pending.extendleft(reversed(self._halve(indices, branches, failure)))
+        self._end_phase()
 
     def _open_lane(self, indices: tuple[int, ...], branches: list[Tensor], checkpoint: bool) -> Lane:
         self._require("replay", TransactionState.REPLAYING)
@@ -261,7 +284,15 @@ class Transaction:
         def backward(lane: Lane, loss: Tensor) -> None:
             self._backward(lane, loss, chosen)
 
-        return Lane(indices, forward.lengths, packed, forward, backward, entropy=self._engine.config.replay.entropy)
+        return Lane(
+            indices,
+            forward.lengths,
+            packed,
+            forward,
+            backward,
+            on_skip=self._skip,
+            entropy=self._engine.config.replay.entropy,
+        )
 
     def _forward_lane(self, purpose: Purpose, chosen: list[Tensor], checkpoint: bool) -> tuple[Tensor, ForwardPass]:
         """Run branches through the model. The pass stays open; who calls this closes it."""
@@ -285,12 +316,19 @@ class Transaction:
     def _backward(self, lane: Lane, loss: Tensor, branches: list[Tensor]) -> None:
         self._require("lane.backward", TransactionState.REPLAYING)
         self._check_weights("lane.backward")
-        parameters = {p for p in self._engine.adapter.modules.parameters() if p.requires_grad}
-        if not self._ledger.begun:
-            self._ledger.begin(parameters)
-        self._repeatable &= not reaches_parameter(loss, parameters)
+        sharding = self._engine.sharding
+        self._engine.begin_ledger(self._ledger)
+        if reaches_parameter(loss, {p for _, p in sharding.parameters()}):
+            if sharding.lockstep:
+                raise TransactionStateError(
+                    f"lane.backward: the loss reaches parameters directly, beside lane.logprobs; under {sharding.name} "
+                    "only a shard of them is there. Add such a term to the optimizer, as weight decay is"
+                )
+            self._repeatable = False
         with self.report.phase("backward", self._engine.device):
-            upstream = lane.upstream(loss)
+            upstream = lane.upstream(sharding.scale_loss(loss))
+            if self._phase is not None:
+                self._phase.backward()
             self._replayed += zip(branches, upstream.split(lane.forward.lengths), strict=True)
             failure = self._run_backward(lane.forward, lane.take_packed(), upstream)
             lane.close(LaneState.DONE)
@@ -313,6 +351,8 @@ class Transaction:
 
     def _repeat_lanes(self, failure: Exception, *, narrower: bool) -> None:
         """Forget the gradient so far and run every replayed branch again from the gradients that its loss gave."""
+        if self._engine.lockstep.collective:
+            raise self._out_of_step(failure)
         if not self._repeatable:
             raise CapacityError(
                 "out of memory in a backward pass, and the lanes cannot be run again because a loss reached parameters "
@@ -357,19 +397,24 @@ class Transaction:
     def _sweep_once(self) -> None:
         engine = self._engine
         chunks = plan_chunks(len(self._prompt) - 1, self._chunk_tokens)
+        phase = engine.lockstep.phase(Kind.SWEEP, len(chunks), checkpoint=self._checkpoint_sweep)
         for start, stop in engine.progress("sweep", chunks[::-1]):
-            forward = self._pass(Purpose.SWEEP, [stop - start], prefix_rows=start, checkpoint=self._checkpoint_sweep)
+            phase.forward()
+            forward = self._pass(Purpose.SWEEP, [stop - start], prefix_rows=start, checkpoint=phase.checkpoint)
             with forward, engine.adapter.active(forward), torch.enable_grad():
                 out = engine.adapter.run(forward, *self._chunk_inputs(start, stop))
                 # The chunk's gradient enters beside the outputs, at its keys and values. Entering through a zero
                 # gradient on the output walks all layers in order, and lets wrappers hook the backward as usual.
+                phase.backward()
                 if out.requires_grad:
                     out.backward(torch.zeros_like(out))  # type: ignore[no-untyped-call]
             self.report.add_traffic("sweep", forward.traffic)
+        phase.finish()
 
     def _finish(self) -> None:
-        if self.state is TransactionState.SWEPT:
-            self._engine.deliver(self._ledger.take())
+        # In lockstep the ledger is the step's, and stays open until all ranks have ended it.
+        own = self._ledger.begun and not self._engine.lockstep.collective
+        self._engine.deliver(self._ledger.take() if own else {})
         self._state.release()
         self.report.peak_device_bytes = self._engine.peak()
         drift = self._drift.result()
@@ -378,14 +423,16 @@ class Transaction:
         self._move(TransactionState.CLOSED)
         self._replayed.clear()
 
-    def _fail(self) -> None:
+    def _fail(self, error: BaseException) -> None:
         if self._lane is not None:
             self._lane.close(LaneState.CLOSED)
             self._lane = None
         self._ledger.rollback()
         self._engine.release(self._owner)
         self._replayed.clear()
+        self._phase = None
         self._move(TransactionState.FAILED)
+        self._engine.leave(error)
 
     # Shared
 
@@ -413,6 +460,8 @@ class Transaction:
 
     def _halve(self, indices: tuple[int, ...], branches: list[Tensor], failure: Exception) -> list[tuple[int, ...]]:
         """A lane that ran out of memory, in two; the narrower width is kept for lanes to come."""
+        if self._engine.lockstep.collective:
+            raise self._out_of_step(failure)
         lengths = [len(branches[i]) for i in indices]
         if len(indices) == 1:
             raise CapacityError(
@@ -426,7 +475,16 @@ class Transaction:
         half = (len(indices) + 1) // 2
         return [indices[:half], indices[half:]]
 
+    def _out_of_step(self, failure: Exception) -> CapacityError:
+        """The error of a rank in lockstep that ran out of memory: a pass that is made again would be one too many."""
+        return CapacityError(
+            "out of memory while all ranks make the same passes; set replay.lane_tokens or capture.chunk_tokens lower, "
+            f"or replay.checkpoint: true, and run the step again. {failure}"
+        )
+
     def _narrow_chunks(self, failure: Exception) -> None:
+        if self._engine.lockstep.collective:
+            raise self._out_of_step(failure)
         if self._chunk_tokens == 1:
             raise CapacityError(f"out of memory in the sweep of a single prompt token. {failure}") from failure
         self.report.retries += 1
@@ -460,7 +518,7 @@ class Transaction:
         staleness = self._engine.config.staleness
         steps = self._engine.watch.check(self._weights, staleness=staleness, call=call)
         self.report.stale_steps = max(self.report.stale_steps, steps)
-        if self._engine.adapter.profile() is not self._profile:
+        if not self._engine.adapter.is_profiled() or self._engine.adapter.profile() is not self._profile:
             raise StaleWeightsError(
                 f"{call}: what is trained, or the model's dtype or device, changed since the prompt was captured; "
                 "capture again after that"
@@ -470,6 +528,20 @@ class Transaction:
         if self._lane is not None:
             self._lane.settle()
             self._lane = None
+
+    def _end_phase(self) -> None:
+        """No more lanes of the last `replay`: the passes that other ranks still make of it are empty here."""
+        if self._phase is not None:
+            phase, self._phase = self._phase, None
+            phase.finish()
+
+    def _skip(self, packed: Tensor, forward: ForwardPass) -> None:
+        """A lane is left out. In lockstep its backward still runs, with a gradient of zero."""
+        if self._engine.lockstep.collective and self._phase is not None:
+            self._phase.backward()
+            with self._engine.empty_ledger(), self._engine.adapter.active(forward):
+                packed.backward(torch.zeros_like(packed))  # type: ignore[no-untyped-call]
+            self._state.gradients_started = True
 
     def _require(self, call: str, *states: TransactionState) -> None:
         if self.state not in states:

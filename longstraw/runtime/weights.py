@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from longstraw.errors import StaleWeightsError
 from longstraw.runtime.adapter import ModelAdapter
+from longstraw.runtime.sharding import WeightPrint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class WeightsVersion:
         steps: optimizer steps seen so far that touch these parameters.
     """
 
-    parameters: tuple[tuple[str, int, int, torch.dtype], ...]
+    parameters: tuple[WeightPrint, ...]
     state: Hashable
     steps: int
 
@@ -48,15 +48,15 @@ class WeightsWatch:
         self._finalizer = weakref.finalize(self, handle.remove)
 
     def _touches(self, optimizer: torch.optim.Optimizer) -> bool:
-        mine = {id(p) for p in self._adapter.modules.parameters()}
+        mine = {id(p) for _, p in self._adapter.sharding.parameters()}
         return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
     def now(self) -> WeightsVersion:
         """The version of the weights at this moment."""
         return WeightsVersion(
-            parameters=tuple(_print_of(name, p) for name, p in self._adapter.modules.named_parameters()),
+            parameters=self._adapter.sharding.weights(),
             state=self._adapter.state_key(),
-            steps=self._steps,
+            steps=self._steps + self._adapter.sharding.steps,
         )
 
     def check(self, captured: WeightsVersion, *, staleness: int, call: str) -> int:
@@ -91,10 +91,6 @@ class WeightsWatch:
                 "capture again after a step, or set `staleness` and watch the drift in the report"
             )
         return steps
-
-
-def _print_of(name: str, parameter: nn.Parameter) -> tuple[str, int, int, torch.dtype]:
-    return name, parameter.data_ptr(), parameter._version, parameter.dtype
 
 
 def _first_change(captured: WeightsVersion, now: WeightsVersion) -> str | None:

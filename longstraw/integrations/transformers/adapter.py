@@ -18,6 +18,7 @@ from longstraw.integrations.transformers.head import head_output
 from longstraw.integrations.transformers.probe import probe
 from longstraw.runtime.adapter import ModelProfile
 from longstraw.runtime.passes import ForwardPass
+from longstraw.runtime.sharding import Sharding
 
 
 class TransformersAdapter:
@@ -28,14 +29,17 @@ class TransformersAdapter:
     layers' forward (for checkpointing), and transformers' checkpointing, which is switched off.
     """
 
-    def __init__(self, model: nn.Module, kernels: Mapping[str, str] | None = None) -> None:
-        self._model, self._kernels = model, dict(kernels or {})
+    def __init__(self, sharding: Sharding, kernels: Mapping[str, str] | None = None) -> None:
+        self.sharding = sharding
+        self._model = model = sharding.inner
+        self._kernels = dict(kernels or {})
         self._base = checks.unwrap(model)
         self._config = checks.text_config(self._base)
         self._layers = checks.find_attentions(self._base)
-        self._device = checks.single_device(model)
+        self._softcap_key = checks.head_softcap_key(self._layers)
+        self._device = sharding.device() or checks.single_device(model)
         self._rotaries = rope.rotary_modules(self._base)
-        self._profiled: tuple[Hashable, ModelProfile] | None = None
+        self._profiles: dict[Hashable, ModelProfile] = {}
         self._head_result: Tensor | None = None
         self._logits_untouched = False
         checks.refuse_dropout(model, self._config)
@@ -54,22 +58,30 @@ class TransformersAdapter:
     def frequencies_key(self, row_tokens: int) -> Hashable:
         return rope.frequencies_key(self._rotaries, row_tokens)
 
-    def profile(self) -> ModelProfile:
-        key = (
-            tuple((p.requires_grad, p.dtype, p.device) for p in self._model.parameters()),
+    def _profile_key(self) -> Hashable:
+        return (
+            self.sharding.layout(),
             self._model.training,
             self.state_key(),
             torch.is_autocast_enabled(self._device.type),
         )
-        if self._profiled is None or self._profiled[0] != key:
+
+    def is_profiled(self) -> bool:
+        return self._profile_key() in self._profiles
+
+    def profile(self) -> ModelProfile:
+        key = self._profile_key()
+        if key not in self._profiles:
             checks.refuse_dropout(self._model, self._config)
-            self._profiled = (key, probe(self, self._config))
-        return self._profiled[1]
+            self._profiles[key] = probe(self, self._config)
+        return self._profiles[key]
 
     def run(self, forward: ForwardPass, input_ids_S: Tensor, positions_S: Tensor) -> Tensor:
         self._head_result = None
-        output = self._model(input_ids=input_ids_S[None], position_ids=positions_S[None], use_cache=False)
+        output = self.sharding.called(input_ids=input_ids_S[None], position_ids=positions_S[None], use_cache=False)
         result: Tensor = output.logits if hasattr(output, "logits") else output[0]
+        if result.is_complex():
+            result = torch.view_as_real(result)
         self._check_untouched(result)
         self._head_result = None
         return result[0]
@@ -94,7 +106,10 @@ class TransformersAdapter:
             stack.enter_context(rope.pinned(self._rotaries, forward.row_tokens))
             stack.enter_context(self._without_checkpointing())
             head = self._base.get_output_embeddings()
-            stack.enter_context(_exchanged(head, functools.partial(self._head_forward, head, head.forward, forward)))
+            softcap = stack.enter_context(self._without_head_softcap())
+            stack.enter_context(
+                _exchanged(head, functools.partial(self._head_forward, head, head.forward, forward, softcap))
+            )
             for _, mixer in self._layers.values():
                 family = family_of(mixer)
                 if family is not None and family.exchange is not None:
@@ -104,10 +119,16 @@ class TransformersAdapter:
                     stack.enter_context(_exchanged(layer, _checkpointed(layer.forward)))
             yield
 
-    def _head_forward(self, head: nn.Module, original: Any, forward: ForwardPass, hidden_states: Tensor) -> Tensor:
-        result = head_output(head, original, hidden_states, forward)
+    def _head_forward(
+        self, head: nn.Module, original: Any, forward: ForwardPass, softcap: float | None, hidden_states: Tensor
+    ) -> Tensor:
+        result = head_output(head, original, hidden_states, forward, softcap)
         if not self._logits_untouched:
             self._head_result = result.detach()
+        if self.sharding.casts_outputs and result.shape[-1] == 2:
+            # A framework may cast floating outputs, to bfloat16 say. Log-probs must not lose their bits on the way out
+            # of the model, and complex numbers pass such a cast as they are.
+            return torch.view_as_complex(result)
         return result
 
     @contextmanager
@@ -121,6 +142,20 @@ class TransformersAdapter:
         finally:
             for config, implementation in zip(configs, before, strict=True):
                 config._attn_implementation = implementation
+
+    @contextmanager
+    def _without_head_softcap(self) -> Iterator[float | None]:
+        """The soft cap of the logits, which the model leaves out within: it would act on our log-probs instead."""
+        key = self._softcap_key
+        softcap: float | None = None if key is None else getattr(self._config, key)
+        if key is None or softcap is None:
+            yield None
+            return
+        setattr(self._config, key, None)
+        try:
+            yield softcap
+        finally:
+            setattr(self._config, key, softcap)
 
     @contextmanager
     def _without_checkpointing(self) -> Iterator[None]:

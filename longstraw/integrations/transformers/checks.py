@@ -13,10 +13,9 @@ from longstraw.errors import UnsupportedModelError
 from longstraw.integrations.transformers.families import family_of, known_classes
 
 _WRAPPERS = {
-    "DistributedDataParallel": "DDP",
-    "FullyShardedDataParallel": "FSDP",
-    "DeepSpeedEngine": "DeepSpeed",
-    "DataParallel": "DataParallel",
+    "FullyShardedDataParallel": "FSDP1; use FSDP2, torch.distributed.fsdp.fully_shard",
+    "DataParallel": "DataParallel; use DistributedDataParallel, one process a device",
+    "DistributedDataParallel": "DDP inside another wrapper; wrap the model in DDP last",
 }
 
 # Rates that models hand to a function: no module shows them.
@@ -30,11 +29,8 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     """
     for module in model.modules():
         wrapper = _WRAPPERS.get(type(module).__name__)
-        if wrapper is not None or type(module).__name__.startswith("FSDP"):
-            raise UnsupportedModelError(
-                f"the model is wrapped in {wrapper or 'FSDP2'} ({type(module).__name__}): this version works on one "
-                "process with a plain or PEFT model; pass the model before it is sharded"
-            )
+        if wrapper is not None:
+            raise UnsupportedModelError(f"the model is wrapped in {wrapper}")
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise UnsupportedModelError("the model is compiled: pass the model before torch.compile")
     _refuse_prompt_learning(model)
@@ -92,6 +88,14 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
     """Without those that are a part of another, as an indexer is of its attention."""
     parts = {part for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if module not in parts]
+
+
+def head_softcap_key(layers: dict[int, tuple[nn.Module, nn.Module]]) -> str | None:
+    """The text config's key of the logits' soft cap, where a family of the model has one."""
+    families = (family_of(mixer) for _, mixer in layers.values())
+    keys = {family.head_softcap_key for family in families if family is not None} - {None}
+    assert len(keys) <= 1, keys
+    return keys.pop() if keys else None
 
 
 def text_config(model: PreTrainedModel) -> Any:

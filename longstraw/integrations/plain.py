@@ -1,0 +1,78 @@
+"""No framework at all: one process whose parameters are where it computes. Also what the other shims begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longstraw.collectives import Ranks
+from longstraw.runtime.ledger import add_to_gradients, sum_dtype
+from longstraw.runtime.sharding import WeightPrint
+
+
+class PlainSharding:
+    """`Sharding` of a model that nothing shards.
+
+    Args:
+        model: what the user passed.
+        wide: whether gradients are summed in float32 at least (`gradient.accumulate`).
+        scaler: the GradScaler whose scale the optimizer expects in the gradients, or None.
+    """
+
+    name = "one process"
+    reduce = "deferred"
+    lockstep = False
+    casts_outputs = False
+
+    def __init__(self, model: nn.Module, *, wide: bool, scaler: Any | None = None) -> None:
+        self.ranks: Ranks | None = None
+        self._model, self._wide = model, wide
+        self._scaler = scaler
+
+    @property
+    def called(self) -> nn.Module:
+        return self._model
+
+    @property
+    def inner(self) -> nn.Module:
+        return self._model
+
+    @property
+    def steps(self) -> int:
+        return 0
+
+    def device(self) -> torch.device | None:
+        return None
+
+    def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        return list(self.inner.named_parameters())
+
+    def leaves(self) -> Sequence[nn.Parameter]:
+        return [parameter for _, parameter in self.parameters() if parameter.requires_grad]
+
+    def weights(self) -> tuple[WeightPrint, ...]:
+        return tuple((name, p.data_ptr(), p._version, p.dtype) for name, p in self.parameters())
+
+    def layout(self) -> Hashable:
+        return tuple((p.requires_grad, p.dtype, p.device) for _, p in self.parameters())
+
+    def begin_step(self) -> None:
+        pass
+
+    def finalize(self, sums: Mapping[nn.Parameter, Tensor]) -> None:
+        add_to_gradients(sums)
+
+    def end_step(self, *, failed: bool) -> None:
+        pass
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def gradient_bytes(self) -> int:
+        return sum(leaf.numel() * sum_dtype(leaf, wide=self._wide).itemsize for leaf in self.leaves())
+
+    def describe(self) -> str:
+        return "gradients: one process, nothing is reduced"

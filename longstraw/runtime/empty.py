@@ -1,0 +1,73 @@
+"""A pass that computes nothing that counts: what a rank runs while another has more work than it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+
+from longstraw.pagers.stream import Request
+from longstraw.runtime.lockstep import Kind
+from longstraw.runtime.passes import ForwardPass, HeadRequest, Purpose
+from longstraw.runtime.prompt_state import PromptState
+
+if TYPE_CHECKING:
+    from longstraw.runtime.engine import Engine
+
+_LEARNING = {Kind.REPLAY: Purpose.REPLAY, Kind.SWEEP: Purpose.SWEEP}
+_PROBE_PASSES = 2
+
+
+def run_empty_pass(engine: Engine, kind: Kind, checkpoint: bool) -> None:
+    """One token through the model, on a prompt of which nothing was captured, with a gradient of zero.
+
+    It calls the same layers in the same order as a real pass of its kind, so that the framework's collectives line up
+    with those of the ranks that have work.
+    """
+    with ExitStack() as stack:
+        if kind in (Kind.PROBE, Kind.REFERENCE):
+            stack.enter_context(engine.adapter.reference())
+        engine.lockstep.go()
+        for _ in range(_PROBE_PASSES if kind is Kind.PROBE else 1):
+            _run(engine, kind, checkpoint)
+
+
+def _run(engine: Engine, kind: Kind, checkpoint: bool) -> None:
+    adapter, replay = engine.adapter, engine.config.replay
+    ids = torch.zeros(1, dtype=torch.int64, device=engine.device)
+    head = None
+    if kind is Kind.REPLAY:
+        head = HeadRequest(
+            targets_S=ids,
+            temperature=replay.temperature,
+            block_tokens=replay.logit_block_tokens,
+            entropy=replay.entropy,
+        )
+    purpose = _LEARNING.get(kind, Purpose.PROBE)
+    state = _nothing_captured(engine) if kind in _LEARNING else None
+    forward = ForwardPass(purpose, [1], state=state, head=head, checkpoint=checkpoint)
+    with torch.set_grad_enabled(kind in _LEARNING), forward, adapter.active(forward):
+        out = adapter.run(forward, ids, ids)
+        if kind in _LEARNING:
+            engine.lockstep.go()
+            if out.requires_grad:
+                with engine.empty_ledger():
+                    out.backward(torch.zeros_like(out))  # type: ignore[no-untyped-call]
+
+
+def _nothing_captured(engine: Engine) -> PromptState:
+    """The state of a prompt of no tokens: there is nothing to read, and no gradient arrives."""
+    state = engine.reserve("empty-pass", engine.adapter.profile(), (), exact=False)
+    state.reads = _no_reads  # type: ignore[method-assign]
+    state.carried_gradient_read = _no_gradient  # type: ignore[method-assign]
+    return state
+
+
+def _no_reads(layer: int, name: str, rows: int) -> list[Request]:
+    assert rows == 0
+    return []
+
+
+def _no_gradient(layer: int, name: str, boundary: int) -> Request | None:
+    return None

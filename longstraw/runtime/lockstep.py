@@ -1,0 +1,217 @@
+"""Lockstep: ranks with unequal work make the same passes in the same order, and fail together.
+
+A step has *phases*: runs of passes of one kind. Before a phase every rank says which kind it wants to run next and
+how many passes of it. The kind that comes first in `Kind` has its turn, with as many passes as the rank that wants
+most of it; a rank that wants fewer, or another kind, makes empty passes. The step ends when every rank says END.
+
+Where passes run no collectives (DDP, ZeRO with a deferred reduction), there are no phases: ranks meet at the end of
+the step only, and look at a board of failures before each pass.
+"""
+
+from __future__ import annotations
+
+import enum
+import traceback
+from collections.abc import Callable
+
+from longstraw.collectives import Ranks
+from longstraw.errors import RankFailedError, TransactionStateError
+
+
+class Kind(enum.IntEnum):
+    """What a rank wants next, in the order of turns. GO and FAILED are said within phases."""
+
+    PROBE = 0
+    REFERENCE = 1
+    FORWARD = 2
+    REPLAY = 3
+    SWEEP = 4
+    END = 5
+    GO = 6
+    FAILED = 7
+
+
+class StepState(enum.Enum):
+    """IDLE: outside a step. OPEN: within one. FAILED: within one that has failed on some rank."""
+
+    IDLE = "IDLE"
+    OPEN = "OPEN"
+    FAILED = "FAILED"
+
+
+MOVES: dict[StepState, frozenset[StepState]] = {
+    StepState.IDLE: frozenset({StepState.OPEN}),
+    StepState.OPEN: frozenset({StepState.FAILED, StepState.IDLE}),
+    StepState.FAILED: frozenset({StepState.IDLE}),
+}
+
+EmptyPass = Callable[[Kind, bool], None]
+"""Makes one empty pass of a kind, checkpointed or not. It calls `Lockstep.go` before each half."""
+
+
+class Phase:
+    """A run of agreed passes, of which this rank makes the first ones real.
+
+    Attributes:
+        checkpoint: whether passes are checkpointed: as soon as one rank wants it, because it decides which
+            collectives a backward pass runs.
+    """
+
+    def __init__(self, lockstep: Lockstep, kind: Kind, passes: int, checkpoint: bool) -> None:
+        self.checkpoint = checkpoint
+        self._lockstep, self._kind, self._left = lockstep, kind, passes
+
+    def forward(self) -> None:
+        """The next pass is about to run. Raises RankFailedError if another rank has failed."""
+        self._left -= 1
+        self._lockstep.go()
+
+    def backward(self) -> None:
+        """The pass's backward is about to run."""
+        self._lockstep.go()
+
+    def finish(self) -> None:
+        """This rank has no more real passes in this phase."""
+        if self._lockstep.collective:
+            assert self._left >= 0, "more passes than were agreed"
+            while self._left > 0:
+                self._left -= 1
+                self._lockstep.empty_pass(self._kind, self.checkpoint)
+
+    @property
+    def over(self) -> bool:
+        return self._lockstep.collective and self._left <= 0
+
+
+class Lockstep:
+    """Keeps the ranks of one model together over a step.
+
+    Args:
+        ranks: the replicas, or None for a single process: then nothing is agreed and every call is free.
+        collective: whether passes run collectives.
+        empty_pass: makes an empty pass.
+    """
+
+    def __init__(self, ranks: Ranks | None, *, collective: bool, empty_pass: EmptyPass) -> None:
+        self.collective = collective and ranks is not None
+        self.empty_pass = empty_pass
+        self.state = StepState.IDLE
+        self._ranks = ranks
+        self._depth = 0
+        self._step = 0
+        self._failure: RankFailedError | None = None
+
+    @property
+    def depth(self) -> int:
+        """0 outside a step, 1 in `accumulate()` or in a transaction of its own, 2 in a transaction within."""
+        return self._depth
+
+    # Steps
+
+    def enter(self) -> bool:
+        """A step, or a part of it, begins. Returns whether it is the step itself.
+
+        Raises TransactionStateError in a step that has already failed.
+        """
+        if self.state is StepState.FAILED:
+            raise TransactionStateError(
+                f"this step has failed on some rank ({self._failure}); leave accumulate() on every rank and run the "
+                "step again"
+            )
+        if self.state is StepState.IDLE:
+            self._move(StepState.OPEN)
+            self._step += 1
+        self._depth += 1
+        return self._depth == 1
+
+    def leave(self) -> bool:
+        """What `enter` began is over. Returns whether it was the step itself."""
+        self._depth -= 1
+        if self._depth > 0:
+            return False
+        self._failure = None
+        self._move(StepState.IDLE)
+        return True
+
+    def end(self, *, has_gradient: bool) -> bool:
+        """This rank has no more work in the step; returns when that is true of all ranks.
+
+        Returns whether some rank has a gradient. Raises RankFailedError if a rank has failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._ranks is None:
+            return has_gradient
+        if self.collective:
+            return any(one[1] for one in self._turn(Kind.END, int(has_gradient), False)[1])
+        self._look()
+        return any(one[1] for one in self._exchange(Kind.END, int(has_gradient)))
+
+    def fail(self, error: BaseException) -> None:
+        """This rank's part of the step has failed: tell the others, which raise with this rank's error."""
+        if self._ranks is None or self.state is not StepState.OPEN:
+            return
+        text = "".join(traceback.format_exception_only(error)).strip()
+        self._move(StepState.FAILED)
+        self._failure = RankFailedError(f"rank {self._ranks.rank} failed: {text}")
+        if not self.collective:
+            self._ranks.post(f"failed-{self._step}", text)
+        self._ranks.exchange(Kind.FAILED)
+        self._ranks.exchange_text(text)
+
+    # Phases
+
+    def phase(self, kind: Kind, passes: int, *, checkpoint: bool = False) -> Phase:
+        """Agree on a run of passes; returns when it is their turn, after empty passes for other ranks' phases."""
+        if self.collective:
+            passes, checkpoint = self._turn(kind, passes, checkpoint)[0]
+        return Phase(self, kind, passes, checkpoint)
+
+    def go(self) -> None:
+        """Called before each half of a pass. Raises RankFailedError if another rank has failed."""
+        if self.collective:
+            self._exchange(Kind.GO)
+        elif self._ranks is not None:
+            self._look()
+
+    def _turn(self, kind: Kind, passes: int, checkpoint: bool) -> tuple[tuple[int, bool], list[tuple[int, ...]]]:
+        while True:
+            told = self._exchange(kind, passes, int(checkpoint))
+            turn = Kind(min(one[0] for one in told))
+            wanted = [one for one in told if one[0] == turn]
+            agreed = max(one[1] for one in wanted), any(one[2] for one in wanted)
+            if turn is kind:
+                return agreed, told
+            for _ in range(agreed[0]):
+                self.empty_pass(turn, agreed[1])
+
+    def _exchange(self, *message: int) -> list[tuple[int, ...]]:
+        assert self._ranks is not None
+        told = self._ranks.exchange(*message)
+        failed = [rank for rank, one in enumerate(told) if one[0] == Kind.FAILED]
+        if failed:
+            texts = self._ranks.exchange_text("")
+            self._failed_elsewhere(failed[0], texts[failed[0]])
+        kinds = {one[0] for one in told}
+        assert kinds == {Kind.GO} or Kind.GO not in kinds, f"ranks are in different places: {told}"
+        return told
+
+    def _look(self) -> None:
+        assert self._ranks is not None
+        posted = self._ranks.posted(f"failed-{self._step}")
+        if posted is not None and self.state is StepState.OPEN:
+            # The failing rank waits for all others to take notice.
+            self._ranks.exchange(Kind.FAILED)
+            self._ranks.exchange_text("")
+            self._failed_elsewhere(*posted)
+
+    def _failed_elsewhere(self, rank: int, text: str) -> None:
+        self._move(StepState.FAILED)
+        self._failure = RankFailedError(
+            f"rank {rank} failed, and with it this step on every rank; nothing was added to .grad. Its error: {text}"
+        )
+        raise self._failure
+
+    def _move(self, to: StepState) -> None:
+        assert to in MOVES[self.state], (self.state, to)
+        self.state = to

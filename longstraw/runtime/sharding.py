@@ -1,0 +1,96 @@
+"""What the runtime asks of the framework that shards or replicates the user's model: one shim a framework."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from longstraw.collectives import Ranks
+
+WeightPrint = tuple[str, int, int, torch.dtype]
+"""A parameter's name, storage, in-place version and dtype."""
+
+
+class Sharding(Protocol):
+    """A framework's hold on a model. Implementations live in `longstraw.integrations`.
+
+    Two sets of tensors are told apart. *parameters* are the optimizer's: what `.grad` is delivered to. *leaves* are
+    where autograd adds gradients in a backward pass: the parameters themselves, or the gathered copies that a
+    framework puts in their place.
+
+    Attributes:
+        name: of the framework, for messages and reports.
+        reduce: "deferred" (gradients are summed whole and reduced once a step) or "each_pass" (the framework reduces
+            in every backward pass, and its shards are summed).
+        ranks: the data-parallel replicas, or None for a single process.
+        lockstep: whether forward and backward passes run collectives, so that all ranks must make the same passes.
+        casts_outputs: whether the framework casts floating outputs of the model to another dtype.
+        called: the module to call.
+        inner: the model inside the framework's wrappers.
+        steps: optimizer steps that torch's own optimizer hooks do not see; 0 where they see all.
+    """
+
+    name: str
+    reduce: str
+    ranks: Ranks | None
+    lockstep: bool
+    casts_outputs: bool
+
+    @property
+    def called(self) -> nn.Module: ...
+
+    @property
+    def inner(self) -> nn.Module: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    def device(self) -> torch.device | None:
+        """Where the model computes, or None where its parameters are there all the time."""
+        ...
+
+    def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """The optimizer's parameters by name, tied ones once, whatever the framework has in their place just now."""
+        ...
+
+    def leaves(self) -> Sequence[nn.Parameter]:
+        """The leaves that require a gradient."""
+        ...
+
+    def weights(self) -> tuple[WeightPrint, ...]:
+        """A fingerprint of the weights: it changes with every change of them."""
+        ...
+
+    def layout(self) -> Hashable:
+        """Changes with what is trained, and with the parameters' dtypes and devices."""
+        ...
+
+    def begin_step(self) -> None:
+        """An optimizer step's first pass is about to run, on every rank."""
+        ...
+
+    def finalize(self, sums: Mapping[nn.Parameter, Tensor]) -> None:
+        """Average the leaves' summed gradients over the replicas and add them to the parameters' gradients.
+
+        Called on every rank as soon as one of them has a sum; a rank without gives an empty mapping.
+        """
+        ...
+
+    def end_step(self, *, failed: bool) -> None:
+        """The step is over: parameters are as the user's optimizer expects them. Called on every rank."""
+        ...
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss whose gradient the optimizer expects, where it was told to scale losses (float16)."""
+        ...
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradient that this rank holds until the step's reduction."""
+        ...
+
+    def describe(self) -> str:
+        """One line: ranks, and what the reduction costs."""
+        ...
