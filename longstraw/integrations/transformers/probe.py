@@ -20,8 +20,8 @@ _SHORT, _LONG = 8, 24
 
 def probe(adapter: TransformersAdapter, config: Any) -> ModelProfile:
     """Run `_SHORT` and `_LONG` tokens with autograd; nothing is changed and no backward runs."""
-    short, _, _ = _run(adapter, _SHORT)
-    long, layers, hidden_dtype = _run(adapter, _LONG)
+    short, _, _ = _run(adapter, _SHORT, config.vocab_size)
+    long, layers, hidden_dtype = _run(adapter, _LONG, config.vocab_size)
     return ModelProfile(
         layers=tuple(layers),
         graph_bytes=max((long - short) // (_LONG - _SHORT), 1),
@@ -31,9 +31,10 @@ def probe(adapter: TransformersAdapter, config: Any) -> ModelProfile:
     )
 
 
-def _run(adapter: TransformersAdapter, tokens: int) -> tuple[int, list[LayerSpec], torch.dtype]:
+def _run(adapter: TransformersAdapter, tokens: int, vocab_size: int) -> tuple[int, list[LayerSpec], torch.dtype]:
     """Bytes that autograd saves beside parameters, the layers in order, and the hidden states' dtype."""
-    ids = torch.zeros(tokens, dtype=torch.int64, device=adapter.device)
+    # Different tokens: a padding token's embedding may be zero, and from zeros nothing can be told.
+    ids = torch.arange(tokens, device=adapter.device) % vocab_size
     parameters = {p.untyped_storage().data_ptr() for p in adapter.modules.parameters()}
     # Held until they are counted: a freed address could be reused and be counted once for two tensors.
     saved: dict[int, torch.UntypedStorage] = {}
