@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from torch import nn
 
-from longstraw.integrations.transformers.families import dense, gated_delta
+from longstraw.integrations.transformers.families import dense, gated_delta, latent, sparse
 from longstraw.integrations.transformers.families.family import Family
 
-FAMILIES: tuple[Family, ...] = (dense.FAMILY, gated_delta.MIXER, gated_delta.ATTENTION)
+FAMILIES: tuple[Family, ...] = (
+    dense.FAMILY,
+    gated_delta.MIXER,
+    gated_delta.ATTENTION,
+    latent.FAMILY,
+    sparse.FAMILY,
+)
 
 
 def family_of(module: nn.Module) -> Family | None:
