@@ -77,12 +77,14 @@ class GradientConfig(_Section):
 
     prompt: Literal["exact", "detached"] = "exact"
     accumulate: Literal["float32", "model"] = "float32"
+    reduce: Literal["deferred", "each_pass"] = "deferred"
 
 
 class CaptureConfig(_Section):
     """How the prompt is cut for its forward passes."""
 
     chunk_tokens: PositiveOrAuto = AUTO
+    keep_attention: Literal["auto", "always", "never"] = AUTO
 
 
 class ReplayConfig(_Section):

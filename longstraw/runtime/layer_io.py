@@ -62,6 +62,12 @@ class LayerIO:
         """Whether nobody reads the layer's output."""
         return self._pass.output_unused(self.spec.index)
 
+    @property
+    def keeps_output(self) -> bool:
+        """Whether the layer's outputs over the prompt are kept on pages: a capture fills them, a sweep finds them."""
+        state = self._pass.state
+        return state is not None and state.keeps_output(self.spec.index)
+
     # What a recomputation must find again
 
     def keep(self, name: str, value: Any) -> None:
@@ -125,6 +131,14 @@ class LayerIO:
         request = state.fill(self.spec.index, name, *self._pass.own_rows)
         with self._pass.forward_stream().next(request.segment, request.start, request.stop) as rows:
             write(rows)
+
+    def read_output(self, name: str) -> Tensor:
+        """In a sweep: what the layer put out for this pass's own rows in the capture, [S, C], a copy."""
+        state = self._pass.state
+        assert state is not None, "the probe keeps no outputs"
+        request = state.read(self.spec.index, name, *self._pass.own_rows)
+        with self._pass.forward_stream().next(request.segment, request.start, request.stop) as rows:
+            return rows.clone()
 
     # Carried states
 

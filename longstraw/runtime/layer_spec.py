@@ -21,6 +21,8 @@ class StateSpec:
         trained: whether a gradient that reaches the state trains anything. Known in passes with autograd only; the
             probe's word counts.
         backward: whether the backward of a token state streams its rows again.
+        output: whether it is no state but what the layer put out for the prompt's tokens: kept, where that is planned,
+            so that the sweep need not compute it again.
     """
 
     name: str
@@ -29,6 +31,7 @@ class StateSpec:
     dtype: torch.dtype
     trained: bool = False
     backward: bool = True
+    output: bool = False
 
     def state(self, layer: int) -> State:
         """As the page store knows it."""

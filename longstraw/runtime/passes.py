@@ -14,7 +14,7 @@ from longstraw.errors import StreamOrderError, UnsupportedModelError
 from longstraw.pagers.stream import PageStream, Request
 from longstraw.runtime.layer_io import LayerIO
 from longstraw.runtime.layer_spec import LayerSpec
-from longstraw.runtime.prompt_state import PromptState, carried_specs, token_specs
+from longstraw.runtime.prompt_state import PromptState, carried_specs, output_specs, token_specs
 
 
 class Purpose(enum.Enum):
@@ -156,16 +156,20 @@ class ForwardPass:
         return schedule
 
     def _layer_forward(self, state: PromptState, layer: LayerSpec) -> list[Request]:
-        """Carried states in, token states block by block; then, in a capture, both written in the same order."""
+        """Carried states in, token states block by block; then, in a capture, token states, kept outputs and carried
+        states are written. A sweep that finds its output kept reads that instead of the blocks."""
         schedule: list[Request] = []
         tokens, carried = token_specs(layer), carried_specs(layer)
         if self.prefix_rows:
             schedule += [state.carried_read(layer.index, spec.name, self.prefix_rows) for spec in carried]
-        if not (layer.skips_unused_output and self.output_unused(layer.index)):
+        outputs = output_specs(layer) if state.keeps_output(layer.index) else []
+        if self.purpose is Purpose.SWEEP and outputs:
+            schedule += [state.read(layer.index, spec.name, *self.own_rows) for spec in outputs]
+        elif not (layer.skips_unused_output and self.output_unused(layer.index)):
             for spec in tokens:
                 schedule += state.reads(layer.index, spec.name, self.prefix_rows)
         if self.purpose is Purpose.CAPTURE:
-            schedule += [state.fill(layer.index, spec.name, *self.own_rows) for spec in tokens]
+            schedule += [state.fill(layer.index, spec.name, *self.own_rows) for spec in (*tokens, *outputs)]
             schedule += [state.carried_fill(layer.index, spec.name, self.own_rows[1]) for spec in carried]
         return schedule
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
+from longstraw.errors import CapacityError
 from longstraw.pagers.staging import StagingPool
 from longstraw.pagers.stream import PageStream, Request
 from longstraw.resident.lease import Access
@@ -13,7 +15,9 @@ from longstraw.resident.store import PageStore, Segment
 from longstraw.runtime.layer_spec import LayerSpec, StateSpec
 
 # A gradient page is read and written in every pass, in float32: it takes the fastest tier first.
-GRADIENT_PRIORITY, STATE_PRIORITY = 0, 1
+GRADIENT_PRIORITY, STATE_PRIORITY, OUTPUT_PRIORITY = 0, 1, 2
+
+KeepOutputs = Literal["auto", "always", "never"]
 
 
 class PromptState:
@@ -30,6 +34,8 @@ class PromptState:
         chunks: the prompt's rows, cut as they will be captured.
         exact: whether to hold gradient pages.
         accumulate_wide: keep gradient pages in float32 even where the state is narrower.
+        keep_outputs: whether layers' outputs over the prompt are kept for the sweep; "auto" keeps those of as many
+            layers, last ones first, as the tiers still have room for.
         block_tokens: rows streamed at once.
         lookahead: requests that are brought ahead of the one in use.
         staging: slots that rows pass through, shared by all passes.
@@ -47,6 +53,7 @@ class PromptState:
         chunks: Sequence[tuple[int, int]],
         exact: bool,
         accumulate_wide: bool,
+        keep_outputs: KeepOutputs,
         block_tokens: int,
         lookahead: int,
         staging: StagingPool,
@@ -59,23 +66,41 @@ class PromptState:
         self._block_tokens, self._lookahead = block_tokens, lookahead
         self._segments: dict[tuple[int, str], Segment] = {}
         self._gradients: dict[tuple[int, str], Segment] = {}
+        self._wide = accumulate_wide
+        self._outputs = {layer.index: output_specs(layer) for layer in self.layers}
         if chunks:
-            self._reserve(chunks[-1][1], len(chunks), accumulate_wide)
+            self._reserve(chunks, [pair for layer in self.layers for pair in _placed(layer, outputs=False)])
+            if exact and keep_outputs != "never":
+                self._reserve_outputs(chunks, must=keep_outputs == "always")
 
-    def _reserve(self, tokens: int, boundaries: int, wide: bool) -> None:
+    def _reserve(self, chunks: Sequence[tuple[int, int]], placed: Sequence[tuple[int, StateSpec]]) -> None:
         reservations, places = [], []
-        for layer in self.layers:
-            for spec in layer.states:
-                rows = tokens if spec.kind is StateKind.TOKEN else (boundaries if self._exact else 1)
-                key = (layer.index, spec.name)
-                reservations.append(Reservation(state=spec.state(layer.index), rows=rows, priority=STATE_PRIORITY))
-                places.append((self._segments, key))
-                if self._exact and spec.trained:
-                    state = spec.gradient_state(layer.index, wide)
-                    reservations.append(Reservation(state=state, rows=rows, priority=GRADIENT_PRIORITY))
-                    places.append((self._gradients, key))
+        for layer, spec in placed:
+            boundaries = len(chunks) if self._exact else 1
+            rows = boundaries if spec.kind is StateKind.CARRIED else chunks[-1][1]
+            priority = OUTPUT_PRIORITY if spec.output else STATE_PRIORITY
+            reservations.append(Reservation(state=spec.state(layer), rows=rows, priority=priority))
+            places.append((self._segments, (layer, spec.name)))
+            if self._exact and spec.trained and not spec.output:
+                state = spec.gradient_state(layer, self._wide)
+                reservations.append(Reservation(state=state, rows=rows, priority=GRADIENT_PRIORITY))
+                places.append((self._gradients, (layer, spec.name)))
         for (table, key), segment in zip(places, self._store.reserve(self._owner, reservations), strict=True):
             table[key] = segment
+
+    def _reserve_outputs(self, chunks: Sequence[tuple[int, int]], *, must: bool) -> None:
+        # Of the last layer only the state is wanted in capture and sweep.
+        for layer in reversed(self.layers[:-1]):
+            try:
+                self._reserve(chunks, _placed(layer, outputs=True))
+            except CapacityError:
+                if must:
+                    raise
+                return
+
+    def keeps_output(self, layer: int) -> bool:
+        """Whether the layer's outputs over the prompt are on pages."""
+        return any((layer, spec.name) in self._segments for spec in self._outputs[layer])
 
     @property
     def needs_sweep(self) -> bool:
@@ -97,15 +122,18 @@ class PromptState:
 
     def reads(self, layer: int, name: str, rows: int) -> list[Request]:
         """Reads of the first `rows` rows, in blocks. Blocks start at the same rows whatever tier holds them."""
-        segment = self._segments[layer, name]
         return [
-            Request(segment, at, min(at + self._block_tokens, rows), Access.READ)
+            Request(self._segments[layer, name], at, min(at + self._block_tokens, rows), Access.READ)
             for at in range(0, rows, self._block_tokens)
         ]
 
     def fill(self, layer: int, name: str, start: int, stop: int) -> Request:
         """The write of rows that were just computed."""
         return Request(self._segments[layer, name], start, stop, Access.FILL)
+
+    def read(self, layer: int, name: str, start: int, stop: int) -> Request:
+        """The read of rows start..stop."""
+        return Request(self._segments[layer, name], start, stop, Access.READ)
 
     def gradient_update(self, layer: int, name: str, start: int, stop: int) -> Request | None:
         """The request that adds to a block's gradient (the first pass over all blocks overwrites), or None."""
@@ -179,4 +207,13 @@ def carried_specs(layer: LayerSpec) -> list[StateSpec]:
 
 def token_specs(layer: LayerSpec) -> list[StateSpec]:
     """The token states of a layer, in order."""
-    return [spec for spec in layer.states if spec.kind is StateKind.TOKEN]
+    return [spec for spec in layer.states if spec.kind is StateKind.TOKEN and not spec.output]
+
+
+def output_specs(layer: LayerSpec) -> list[StateSpec]:
+    """What a layer can keep of its outputs, in order."""
+    return [spec for spec in layer.states if spec.output]
+
+
+def _placed(layer: LayerSpec, *, outputs: bool) -> list[tuple[int, StateSpec]]:
+    return [(layer.index, spec) for spec in layer.states if spec.output is outputs]

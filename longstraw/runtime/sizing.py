@@ -19,6 +19,11 @@ _CHUNK = {"cuda": 8_192, "cpu": 1_024}
 _WIDE_ENOUGH = 4_096
 
 
+KEEP_OUTPUT_FROM = {"cuda": 24_576, "cpu": 256}
+"""Prompt tokens from which on a kept attention output costs less to move than to compute again: 4 bytes a head's
+channel over the link (50 GB/s; memory on a CPU) against 2 x prompt operations (600 TFLOP/s; 0.1)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphSize:
     """Tokens whose live graph fits, and whether it is checkpointed."""

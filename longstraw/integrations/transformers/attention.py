@@ -15,11 +15,12 @@ from transformers.masking_utils import AttentionMaskInterface
 from longstraw.errors import TransactionStateError, UnsupportedModelError
 from longstraw.runtime.kv import attend
 from longstraw.runtime.passes import ForwardPass
+from longstraw.runtime.window import attend_window
 
 NAME = "longstraw"
 """The attention implementation's name in transformers."""
 
-# What plain attention can ignore: they describe the layout of rows, which the pass knows, or ask for nothing.
+# What attention can ignore: they describe the layout of rows, which the pass knows, or ask for nothing.
 _HARMLESS = frozenset({"is_causal", "position_ids", "use_cache", "output_attentions", "output_hidden_states"})
 
 _passes: WeakKeyDictionary[nn.Module, ForwardPass] = WeakKeyDictionary()
@@ -48,9 +49,15 @@ def _attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: q [1, num_heads, S, head_dim] in, [1, S, num_heads, head_dim] out."""
+    """transformers' attention interface: q [1, num_heads, S, head_dim] in, [1, S, num_heads, head_dim] out.
+
+    `sliding_window` tokens are seen, the own one included; `softcap` bounds the scores; `s_aux` [num_heads] are sinks.
+    """
     forward = _passes.get(module)
     if forward is None:
         raise TransactionStateError(
@@ -63,7 +70,12 @@ def _attention(
         query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     index: int = module.layer_idx  # type: ignore[assignment]
-    out = attend(forward, index, query, key, value, scale)
+    if sliding_window is None:
+        out = attend(forward, index, query, key, value, scale, softcap=softcap, sinks_H=s_aux)
+    else:
+        out = attend_window(
+            forward, index, query, key, value, scale, window=sliding_window, softcap=softcap, sinks_H=s_aux
+        )
     return out.transpose(1, 2), None
 
 

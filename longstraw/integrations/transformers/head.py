@@ -11,7 +11,9 @@ from longstraw.kernels.logprobs import head_logprobs, module_logprobs
 from longstraw.runtime.passes import ForwardPass
 
 
-def head_output(head: nn.Module, original: Any, hidden_1SE: Tensor, forward: ForwardPass) -> Tensor:
+def head_output(
+    head: nn.Module, original: Any, hidden_1SE: Tensor, forward: ForwardPass, softcap: float | None
+) -> Tensor:
     """What the head returns in a pass, in the place of logits.
 
     Args:
@@ -19,6 +21,7 @@ def head_output(head: nn.Module, original: Any, hidden_1SE: Tensor, forward: For
         original: its forward.
         hidden_1SE: [1, S, hidden_size].
         forward: the pass.
+        softcap: c of c * tanh(logit / c) that the model puts behind its head, or None.
 
     Returns:
         [1, S, 2] log-probs and entropies, or [1, S, 1] of the hidden states where only state is wanted.
@@ -31,6 +34,7 @@ def head_output(head: nn.Module, original: Any, hidden_1SE: Tensor, forward: For
         "temperature": request.temperature,
         "block_tokens": request.block_tokens,
         "entropy": request.entropy,
+        "softcap": softcap,
     }
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         weight: Tensor = head.weight

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from longstraw.errors import UnsupportedModelError
+from longstraw.kernels.attention.branches import BranchByBranch
 from longstraw.kernels.attention.tiled import TiledOps
 
 aten = torch.ops.aten
@@ -29,8 +32,29 @@ class AttentionOps(Protocol):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention within each of the branches that follow one another along S (B = 1)."""
+        ...
 
-class CpuFlashOps:
+    def backward_packed(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        lengths: Sequence[int],
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Backward of `forward_packed`."""
+        ...
+
+
+class CpuFlashOps(BranchByBranch):
     """torch's blocked CPU attention; every floating dtype, grouped heads without expansion."""
 
     name = "cpu-flash"
@@ -46,18 +70,76 @@ class CpuFlashOps:
         )
 
 
-class CudnnOps:
-    """cuDNN's fused attention through torch: the fastest on Hopper at head dims up to 256, half precision only."""
+class CudaFlashOps:
+    """torch's FlashAttention-2; half precision, head dims up to 256. Packed branches are one call."""
+
+    name = "flash"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._flash_attention_forward(
+            *_token_major(q, k, v), None, None, q.shape[2], k.shape[2], 0.0, causal, False, scale=scale
+        )
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = aten._flash_attention_backward(
+            *_token_major(grad, q, k, v, out), lse, None, None, q.shape[2], k.shape[2], 0.0, causal,
+            _no_seed(q), _no_seed(q), scale=scale,
+        )  # fmt: skip
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        starts, longest = _starts(lengths, q.device), max(lengths)
+        rows = (x[0] for x in _token_major(q, k, v))
+        out, lse, *_ = aten._flash_attention_forward(
+            *rows, starts, starts, longest, longest, 0.0, True, False, scale=scale
+        )
+        return out.transpose(0, 1)[None], lse.view(1, q.shape[1], q.shape[2])
+
+    def backward_packed(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        lengths: Sequence[int],
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        starts, longest = _starts(lengths, q.device), max(lengths)
+        rows = (x[0] for x in _token_major(grad, q, k, v, out))
+        dq, dk, dv = aten._flash_attention_backward(
+            *rows, lse[0].contiguous(), starts, starts, longest, longest, 0.0, True, _no_seed(q), _no_seed(q), scale=scale
+        )
+        return dq.transpose(0, 1)[None], dk.transpose(0, 1)[None], dv.transpose(0, 1)[None]
+
+
+class CudnnOps(CudaFlashOps):
+    """cuDNN's fused attention through torch: the fastest on Hopper at head dims up to 256, half precision only.
+
+    cuDNN plans anew for each shape, and refuses a single token: several branches in one row, and branches of one
+    token, go to FlashAttention.
+    """
 
     name = "cudnn"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        if q.shape[2] == 1:
+            return super().forward(q, k, v, causal=causal, scale=scale)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
         return out, lse.view(q.shape[:3])
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if q.shape[2] == 1:
+            return super().backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
         # Without dropout the seed and offset are never read, but the op wants tensors.
         nothing = torch.zeros((), dtype=torch.int64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
@@ -65,32 +147,46 @@ class CudnnOps:
             q.shape[2], k.shape[2], 0.0, causal, scale=scale,
         )  # fmt: skip
 
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        if len(lengths) == 1:
+            return self.forward(q, k, v, causal=True, scale=scale)
+        return super().forward_packed(q, k, v, lengths, scale=scale)
 
-class CudaFlashOps:
-    """torch's FlashAttention-2; half precision, head dims up to 256."""
-
-    name = "flash"
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = aten._flash_attention_forward(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, None, q.shape[2], k.shape[2],
-            0.0, causal, False, scale=scale,
-        )  # fmt: skip
-        return out.transpose(1, 2), lse
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    def backward_packed(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        lengths: Sequence[int],
+        *,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        q, k, v, out, grad = (x.transpose(1, 2) for x in (q, k, v, out, grad))
-        grads = aten._flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, nothing, nothing, scale=scale
-        )
-        return tuple(x.transpose(1, 2) for x in grads)
+        if len(lengths) == 1:
+            return self.backward(grad, q, k, v, out, lse, causal=True, scale=scale)
+        return super().backward_packed(grad, q, k, v, out, lse, lengths, scale=scale)
 
 
-def choose_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionOps:
-    """The attention ops for tensors of `dtype` on `device`.
+def _token_major(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+def _no_seed(like: Tensor) -> Tensor:
+    return torch.zeros(2, dtype=torch.uint64, device=like.device)
+
+
+def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def choose_ops(
+    device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
+) -> AttentionOps:
+    """The attention ops for tensors of `dtype` on `device`; with soft-capped scores our own tiled version everywhere.
 
     CPU: torch's flash op. CUDA in half precision: cuDNN where torch says it may run (compute capability 8.0 and
     above), else flash. CUDA in float32 and float64: our own tiled version, which is exact and slow.
@@ -98,10 +194,12 @@ def choose_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Atten
     Raises:
         UnsupportedModelError: no op here gives exact gradients for this head dim.
     """
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedModelError(f"no attention over pages for device {device.type!r}: use a cpu or cuda model")
+    if softcap is not None:
+        return TiledOps(softcap)
     if device.type == "cpu":
         return CpuFlashOps()
-    if device.type != "cuda":
-        raise UnsupportedModelError(f"no attention over pages for device {device.type!r}: use a cpu or cuda model")
     if dtype not in (torch.float16, torch.bfloat16):
         return TiledOps()
     if head_dim % 8 or head_dim > 256:

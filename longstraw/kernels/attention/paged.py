@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from longstraw.kernels.attention.merge import PartialMerge
+from longstraw.kernels.attention.merge import PartialMerge, sink_gradient
 from longstraw.kernels.attention.ops import AttentionOps
 from longstraw.kernels.attention.rows import add_kv_gradient, kv_views
 from longstraw.kernels.rows import RowBlock
@@ -48,6 +48,7 @@ def paged_attention(
     pages: PrefixPages,
     ops: AttentionOps,
     scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention of packed branches over the prefix on pages and over each branch's own causal rows.
 
@@ -62,12 +63,13 @@ def paged_attention(
         pages: the prefix.
         ops: the attention ops to use for every block.
         scale: factor of the scores.
+        sinks_H: scores [num_heads] of a key without a value that every query sees once, or None.
 
     Returns:
         [1, num_heads, S, head_dim] in the dtype of `q_BHSD`.
     """
     assert sum(lengths) == q_BHSD.shape[2] and q_BHSD.shape[0] == 1, (lengths, q_BHSD.shape)
-    return _PagedAttention.apply(q_BHSD, k_BKSD, v_BKSD, tuple(lengths), pages, ops, scale)
+    return _PagedAttention.apply(q_BHSD, k_BKSD, v_BKSD, sinks_H, tuple(lengths), pages, ops, scale)
 
 
 def keep_state_only(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, pages: PrefixPages) -> Tensor:
@@ -78,26 +80,6 @@ def keep_state_only(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, pages: Prefi
     return _StateOnly.apply(q_BHSD, k_BKSD, v_BKSD, pages)
 
 
-def _branches(lengths: Sequence[int]) -> list[slice]:
-    slices, start = [], 0
-    for length in lengths:
-        slices.append(slice(start, start + length))
-        start += length
-    return slices
-
-
-def _own_forward(
-    ops: AttentionOps, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float
-) -> tuple[Tensor, Tensor]:
-    parts = [
-        ops.forward(q[:, :, rows], k[:, :, rows], v[:, :, rows], causal=True, scale=scale)
-        for rows in _branches(lengths)
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
-
-
 class _PagedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -105,6 +87,7 @@ class _PagedAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         lengths: tuple[int, ...],
         pages: PrefixPages,
         ops: AttentionOps,
@@ -117,20 +100,22 @@ class _PagedAttention(torch.autograd.Function):
                 for block in blocks:
                     prefix_k, prefix_v = kv_views(block.rows_TC, k.shape[1], k.shape[3])
                     merge.add(*ops.forward(q, prefix_k, prefix_v, causal=False, scale=scale))
-            merge.add(*_own_forward(ops, q, k, v, lengths, scale))
+            merge.add(*ops.forward_packed(q, k, v, lengths, scale=scale))
+            if sinks is not None:
+                merge.add_sink(sinks)
             out, lse = merge.result(q.dtype)
             pages.keep_output(out, lse)
         else:
             out, lse = known
         # A kept tensor must not become this node's output itself: autograd would hang the graph on it.
         out = out.detach()
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.lengths, ctx.pages, ctx.ops, ctx.scale = lengths, pages, ops, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         ops: AttentionOps = ctx.ops
         wide = lse.dtype
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -143,16 +128,12 @@ class _PagedAttention(torch.autograd.Function):
                 dq += dq_part
                 if block.gradient is not None:
                     add_kv_gradient(block.gradient, dk_part, dv_part)
-        dk = torch.empty(k.shape, dtype=wide, device=k.device)
-        dv = torch.empty(v.shape, dtype=wide, device=v.device)
-        for rows in _branches(ctx.lengths):
-            dq_part, dk[:, :, rows], dv[:, :, rows] = ops.backward(
-                grad[:, :, rows], q[:, :, rows], k[:, :, rows], v[:, :, rows], out[:, :, rows], lse[:, :, rows],
-                causal=True, scale=ctx.scale,
-            )  # fmt: skip
-            dq[:, :, rows] += dq_part
+        dq_own, dk, dv = ops.backward_packed(grad, q, k, v, out, lse, ctx.lengths, scale=ctx.scale)
+        dq += dq_own
+        dk, dv = dk.to(wide), dv.to(wide)
         _add_own_gradient(ctx.pages, dk, dv)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        d_sinks = sink_gradient(grad, out, lse, sinks) if ctx.needs_input_grad[3] else None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None, None
 
 
 class _StateOnly(torch.autograd.Function):

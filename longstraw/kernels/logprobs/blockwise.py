@@ -19,6 +19,7 @@ def head_logprobs(
     temperature: float,
     block_tokens: int,
     entropy: bool,
+    softcap: float | None = None,
 ) -> Tensor:
     """Log-probs under a linear LM head; the logits exist one block at a time, forward and backward.
 
@@ -32,11 +33,12 @@ def head_logprobs(
         temperature: divides the logits.
         block_tokens: tokens whose logits are held at once.
         entropy: whether to compute the entropy too.
+        softcap: c of c * tanh(logit / c), before the temperature (Gemma 2, arXiv 2408.00118, section 2), or None.
 
     Returns:
         [T, 2] in the wide dtype: log-probs and entropies (nats; zeros unless asked for).
     """
-    return _HeadLogprobs.apply(hidden_TE, weight_VE, bias_V, targets_T, temperature, block_tokens, entropy)
+    return _HeadLogprobs.apply(hidden_TE, weight_VE, bias_V, targets_T, temperature, block_tokens, entropy, softcap)
 
 
 def module_logprobs(
@@ -47,11 +49,15 @@ def module_logprobs(
     temperature: float,
     block_tokens: int,
     entropy: bool,
+    softcap: float | None = None,
 ) -> Tensor:
     """The same under any head module (a LoRA head, say): each block is a checkpoint of the head's own forward."""
 
     def block(hidden: Tensor, targets: Tensor) -> Tensor:
-        log_p = _wide(head(hidden)).div(temperature).log_softmax(-1)
+        logits = _wide(head(hidden))
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        log_p = logits.div(temperature).log_softmax(-1)
         chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
         spread = -(log_p.exp() * log_p).sum(-1) if entropy else torch.zeros_like(chosen)
         return torch.stack([chosen, spread], dim=-1)
@@ -69,6 +75,12 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _logits(hidden_TE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, softcap: float | None) -> Tensor:
+    """Logits [T, vocabulary] in the wide dtype, behind the soft cap."""
+    logits = _wide(torch.nn.functional.linear(hidden_TE, weight_VE, bias_V))
+    return logits if softcap is None else torch.tanh(logits.div_(softcap)).mul_(softcap)
+
+
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -80,13 +92,14 @@ class _HeadLogprobs(torch.autograd.Function):
         temperature: float,
         block_tokens: int,
         entropy: bool,
+        softcap: float | None,
     ) -> Tensor:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         result = torch.zeros(hidden.shape[0], 2, dtype=wide, device=hidden.device)
         lse = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
         for at in range(0, hidden.shape[0], block_tokens):
             rows = slice(at, at + block_tokens)
-            scores = _wide(torch.nn.functional.linear(hidden[rows], weight, bias)).div_(temperature)
+            scores = _logits(hidden[rows], weight, bias, softcap).div_(temperature)
             lse[rows] = scores.logsumexp(-1)
             result[rows, 0] = scores.gather(-1, targets[rows, None]).squeeze(-1) - lse[rows]
             if entropy:
@@ -94,7 +107,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 p = (scores - lse[rows, None]).exp_()
                 result[rows, 1] = lse[rows] - p.mul_(scores).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, result[:, 1].clone() if entropy else None)
-        ctx.temperature, ctx.block_tokens = temperature, block_tokens
+        ctx.temperature, ctx.block_tokens, ctx.softcap = temperature, block_tokens, softcap
         return result
 
     @staticmethod
@@ -106,14 +119,17 @@ class _HeadLogprobs(torch.autograd.Function):
         d_bias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if need_bias else None
         for at in range(0, hidden.shape[0], ctx.block_tokens):
             rows = slice(at, at + ctx.block_tokens)
-            log_p = _wide(torch.nn.functional.linear(hidden[rows], weight, bias)).div_(ctx.temperature)
-            log_p -= lse[rows, None]
+            scores = _logits(hidden[rows], weight, bias, ctx.softcap)
+            slope = None if ctx.softcap is None else 1 - (scores / ctx.softcap).square_()
+            log_p = scores.div_(ctx.temperature).sub_(lse[rows, None])
             p = log_p.exp()
             d_scores = p * -grad[rows, :1]
             d_scores.scatter_add_(1, targets[rows, None], grad[rows, :1])
             if entropies is not None:
                 # dH/dscore = -p (log p + H)
                 d_scores -= p * (log_p + entropies[rows, None]) * grad[rows, 1:]
+            if slope is not None:
+                d_scores *= slope
             d_logits = d_scores.div_(ctx.temperature).to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden[rows] = d_logits @ weight
@@ -125,5 +141,5 @@ class _HeadLogprobs(torch.autograd.Function):
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None else d_bias.to(bias.dtype),
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from longstraw.integrations.transformers.families import dense, gated_delta, latent, sparse
+from longstraw.integrations.transformers.families import dense, gated_delta, gemma, gpt_oss, latent, mixtures, sparse
 from longstraw.integrations.transformers.families.family import Family
 
 FAMILIES: tuple[Family, ...] = (
     dense.FAMILY,
+    gemma.FAMILY,
+    gpt_oss.FAMILY,
+    mixtures.FAMILY,
     gated_delta.MIXER,
     gated_delta.ATTENTION,
     latent.FAMILY,

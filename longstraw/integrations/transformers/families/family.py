@@ -19,6 +19,7 @@ class Family:
         name: for messages.
         attention_classes: names of the transformers classes of its attention modules.
         refuse: given an attention module and the model's text config, why it cannot be carried, or None.
+        head_softcap_key: the text config's key of c, where the model puts c * tanh(logit / c) behind its LM head.
         exchange: given an attention module and a pass, the forward that the module runs in that pass; None for modules
             that call transformers' attention interface with what the runtime carries.
     """
@@ -26,4 +27,5 @@ class Family:
     name: str
     attention_classes: frozenset[str]
     refuse: Callable[[nn.Module, Any], str | None]
+    head_softcap_key: str | None = None
     exchange: Callable[[nn.Module, ForwardPass], Callable[..., Any]] | None = None

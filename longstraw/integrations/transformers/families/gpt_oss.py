@@ -1,0 +1,8 @@
+"""gpt-oss: a learnable sink a head, windowed layers between full ones, experts."""
+
+from __future__ import annotations
+
+from longstraw.integrations.transformers.families.family import Family
+from longstraw.integrations.transformers.families.layers import refuse_layer
+
+FAMILY = Family(name="gpt-oss", attention_classes=frozenset({"GptOssAttention"}), refuse=refuse_layer)
