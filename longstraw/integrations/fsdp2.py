@@ -95,6 +95,10 @@ class Fsdp2Sharding(PlainSharding):
         stand_ins: Mapping[str, nn.Parameter] = self._gathered if self.reduce == "deferred" else {}
         return [stand_ins.get(name, p) for name, p in self._sharded.items() if p.requires_grad]
 
+    def storages(self) -> set[int]:
+        # Gathered parameters move: they are counted, in short runs and in long ones alike.
+        return set()
+
     @torch.no_grad()
     def weights(self) -> tuple[WeightPrint, ...]:
         prints = []

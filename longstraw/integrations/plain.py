@@ -53,6 +53,9 @@ class PlainSharding:
     def leaves(self) -> Sequence[nn.Parameter]:
         return [parameter for _, parameter in self.parameters() if parameter.requires_grad]
 
+    def storages(self) -> set[int]:
+        return {p.untyped_storage().data_ptr() for _, p in self.parameters()}
+
     def weights(self) -> tuple[WeightPrint, ...]:
         return tuple((name, p.data_ptr(), p._version, p.dtype) for name, p in self.parameters())
 

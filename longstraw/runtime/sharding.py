@@ -60,6 +60,10 @@ class Sharding(Protocol):
         """The leaves that require a gradient."""
         ...
 
+    def storages(self) -> set[int]:
+        """Addresses of the storages that hold parameters: what autograd saves of these costs nothing more."""
+        ...
+
     def weights(self) -> tuple[WeightPrint, ...]:
         """A fingerprint of the weights: it changes with every change of them."""
         ...

@@ -35,7 +35,7 @@ def _run(adapter: TransformersAdapter, tokens: int, vocab_size: int) -> tuple[in
     """Bytes that autograd saves beside parameters, the layers in order, and the hidden states' dtype."""
     # Different tokens: a padding token's embedding may be zero, and from zeros nothing can be told.
     ids = torch.arange(tokens, device=adapter.device) % vocab_size
-    parameters = {p.untyped_storage().data_ptr() for p in adapter.modules.parameters()}
+    parameters = adapter.sharding.storages()
     # Held until they are counted: a freed address could be reused and be counted once for two tensors.
     saved: dict[int, torch.UntypedStorage] = {}
 

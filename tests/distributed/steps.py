@@ -1,0 +1,170 @@
+"""Training steps of a tiny model on several ranks, beside the same steps in one process by plain autograd."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from longstraw import Runtime
+from tests.parity.models import SMALL, Group, build, make_group, plain_step, replay_group
+
+CLIP = 1.0
+UNEQUAL = (((61, (7, 1, 12, 5)), (30, (3, 9))), ((83, (20, 4, 2)),))
+"""Groups of two ranks: prompts and responses of unequal length, and unequally many."""
+
+Shapes = Sequence[Sequence[tuple[int, Sequence[int]]]]
+
+
+def groups_of(shapes: Shapes, step: int) -> list[list[Group]]:
+    """Each rank's groups in a step."""
+    return [
+        [make_group(prompt, lengths, seed=100 * step + 10 * rank + i) for i, (prompt, lengths) in enumerate(mine)]
+        for rank, mine in enumerate(shapes)
+    ]
+
+
+@dataclass
+class Held:
+    """A wrapped model with the calls by which its framework's users step it."""
+
+    model: nn.Module
+    optimizer: Any
+    step: Callable[[], None]
+    gradients: Callable[[], dict[str, Tensor | None]]
+    weights: Callable[[], dict[str, Tensor]]
+
+
+def _full(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def hold(model: nn.Module, wrapped: nn.Module) -> Held:
+    """For frameworks whose optimizer is torch's own."""
+    inner = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+    optimizer = make_optimizer(wrapped)
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(wrapped.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Held(
+        wrapped,
+        optimizer,
+        step,
+        lambda: {n: _full(p.grad) for n, p in inner.named_parameters()},
+        lambda: {n: _full(p) for n, p in inner.named_parameters()},  # type: ignore[misc]
+    )
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD: Adam divides by the gradient's size, and shows rounding where a gradient is nearly zero."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+def relative(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Relative error by name, against the norm of the whole where a tensor is small."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    whole = sum(float(e.double().square().sum()) for e in expected.values() if e is not None) ** 0.5
+    errors = {}
+    for name, want in expected.items():
+        got = found[name]
+        if want is None or got is None:
+            zero = [t for t in (got, want) if t is not None]
+            errors[name] = 0.0 if not zero or not zero[0].any() else float("inf")
+            continue
+        scale = max(float(want.double().norm()), 1e-3 * whole)
+        errors[name] = float((got.double().cpu() - want.double()).norm()) / scale
+    return errors
+
+
+def plain_training(model: nn.Module, shapes: Shapes, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ordinary steps in one process: the first step's gradients, and the weights after all of them."""
+    optimizer = make_optimizer(model)
+    first: dict[str, Any] = {}
+    for step in range(steps):
+        for mine in groups_of(shapes, step):
+            plain_step(model, mine)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= len(shapes)
+        if step == 0:
+            first = {n: _full(p.grad) for n, p in model.named_parameters()}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, {n: _full(p) for n, p in model.named_parameters()}
+
+
+def paged_groups(runtime: Runtime, groups: Sequence[Group], *, score: bool = True) -> None:
+    """One rank's groups of one step."""
+    with runtime.accumulate():
+        for group in groups:
+            with runtime.transaction(group.prompt) as txn:
+                old = txn.score(group.responses) if score else None
+                found = replay_group(txn, group)
+                if old is not None:
+                    for mine, before in zip(found, old, strict=True):
+                        assert torch.equal(mine, before)
+
+
+def compare_training(
+    rank: int,
+    world: int,
+    wrap: Callable[..., Held],
+    kind: str = "qwen3",
+    shapes: Shapes = UNEQUAL,
+    steps: int = 3,
+    config: Mapping[str, Any] | None = None,
+    prepare: Callable[[Any], Any] | None = None,
+    model_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, float]:
+    """Relative errors of the first step's gradients and of the weights after all steps, worst of each."""
+    model = build(kind, dtype=torch.float32, **(model_options or {}))
+    if prepare is not None:
+        model = prepare(model)
+    reference = copy.deepcopy(model)
+    held = wrap(model, **options)
+    settings = dict(SMALL) | dict(config or {})
+    runtime = Runtime(held.model, settings)
+    first: dict[str, Any] = {}
+    for step in range(steps):
+        paged_groups(runtime, groups_of(shapes, step)[rank])
+        if step == 0:
+            first = held.gradients()
+        held.step()
+    weights = held.weights()
+    assert runtime._engine.store.pages_in_use() == 0
+    runtime.close()
+    want_first, want_weights = plain_training(reference, shapes, steps)
+    gradient_errors, weight_errors = relative(first, want_first), relative(weights, want_weights)
+    return {
+        "gradient": max(gradient_errors.values()),
+        "weights": max(weight_errors.values()),
+        "worst": max(gradient_errors, key=lambda n: gradient_errors[n]),
+    }  # type: ignore[dict-item]
+
+
+@contextmanager
+def counted_collectives() -> Iterator[dict[str, int]]:
+    """Counts the collectives that carry tensors while it is open, by name."""
+    from torch.distributed._tools.fake_collectives import collective_ops  # pragma: no cover
+
+    yield {str(op): 0 for op in collective_ops}
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    dist.barrier()
