@@ -41,7 +41,8 @@ def _check_ids(name: str, ids: Tensor, vocab_size: int) -> Tensor:
         raise TypeError(f"{name} has dtype {ids.dtype}; token ids are int64")
     if ids.numel() == 0:
         raise ValueError(f"{name} is empty; it needs at least one token")
-    ids = ids.detach().to("cpu", torch.int64)
+    # A copy: the sweep, or a retry, reads them long after the call, when the caller may have reused the tensor.
+    ids = ids.detach().to("cpu", torch.int64, copy=True)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         outside = low if low < 0 else high

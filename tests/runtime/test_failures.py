@@ -263,11 +263,12 @@ def test_out_of_memory_in_a_lane_is_retried_narrower(
 
 @pytest.mark.parametrize("kind", sorted(MODELS))
 @pytest.mark.parametrize("inject", PLACES, ids=PLACE_NAMES)
+@pytest.mark.parametrize("keep", ["always", "never"])
 @pytest.mark.parametrize("fuse", [{"above": 12}, {"at_call": 0}, {"at_call": 2}], ids=["above 12", "first", "third"])
 def test_out_of_memory_in_the_sweep_is_retried_with_shorter_chunks(
-    kind: str, inject: Injection, fuse: dict[str, int]
+    kind: str, inject: Injection, fuse: dict[str, int], keep: str
 ) -> None:
-    bench = Bench(kind, settings(replay={"lane_tokens": 8}))
+    bench = Bench(kind, settings(replay={"lane_tokens": 8}, capture={"keep_attention": keep}))
     with bench.txn as txn:
         replay_group(txn, GROUP)
         with inject(bench.model, Fuse(**fuse)) as lit:

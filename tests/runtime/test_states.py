@@ -396,6 +396,22 @@ def test_several_optimizer_steps_with_one_runtime() -> None:
         theirs.step()
 
 
+def test_tensors_that_the_user_overwrites_during_the_transaction() -> None:
+    model = build("llama")
+    reference = copy.deepcopy(model)
+    prompt, responses = GROUP.prompt.clone(), [r.clone() for r in GROUP.responses]
+    with Runtime(model, SMALL).transaction(prompt) as txn:
+        prompt.zero_()
+        lanes = txn.replay(responses)
+        for response in responses:
+            response.zero_()
+        for lane in lanes:
+            losses = [GROUP.loss(i, x, None) for i, x in zip(lane.indices, lane.logprobs, strict=True)]
+            lane.backward(torch.stack(losses).sum())
+    plain_step(reference, [GROUP])
+    assert_parity(model, reference)
+
+
 def test_freezing_between_transactions_is_seen() -> None:
     model = build("llama")
     runtime = Runtime(model, SMALL)

@@ -1,0 +1,106 @@
+"""Lanes, chunks and checkpointing from bytes a token and what is free."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from longstraw.runtime.adapter import ModelProfile
+from longstraw.runtime.layer_spec import LayerSpec
+from longstraw.runtime.sizing import fitting_tokens, graph_bytes, plan_chunks, plan_lanes, size_chunk, size_lane
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PROFILE = ModelProfile(
+    layers=tuple(LayerSpec(index=i, states=(), kept_bytes=100, workspace_bytes=50) for i in range(4)),
+    graph_bytes=4000,
+    hidden_size=10,
+    vocab_size=100,
+    hidden_dtype=torch.float32,
+)
+
+
+def lane(lengths: list[int], free: int, **changes: Any) -> Any:
+    options: dict[str, Any] = {"lane_tokens": "auto", "checkpoint": "auto", "logit_block_tokens": 1, "device": CPU}
+    return size_lane(PROFILE, lengths, free=free, **(options | changes))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_branch_is_in_one_lane_and_no_lane_is_too_wide(seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 30) for _ in range(draw.randint(1, 25))]
+    width = draw.randint(1, 60)
+    lanes = plan_lanes(lengths, width)
+    assert sorted(i for lane in lanes for i in lane) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in lane) <= width or len(lane) == 1 for lane in lanes)
+    assert all(lane == tuple(sorted(lane)) for lane in lanes)
+    assert lanes == plan_lanes(lengths, width)
+
+
+def test_lanes_are_filled() -> None:
+    assert plan_lanes([7, 1, 6, 5, 4], 14) == [(0, 1, 2), (3, 4)]
+    assert plan_lanes([3, 40, 1], 14) == [(1,), (0, 2)]
+    assert plan_lanes([5, 5, 5, 5], 10) == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(("rows", "width"), [(0, 4), (1, 4), (4, 4), (5, 4), (61, 23)])
+def test_chunks_cover_the_rows_in_order(rows: int, width: int) -> None:
+    chunks = plan_chunks(rows, width)
+    assert [row for start, stop in chunks for row in range(start, stop)] == list(range(rows))
+    assert all(0 < stop - start <= width for start, stop in chunks)
+
+
+def test_checkpointing_costs_less_memory() -> None:
+    assert graph_bytes(PROFILE, True) == 4 * 10 * 4 + 4 * 100 + 3 * 1000
+    assert graph_bytes(PROFILE, True) < graph_bytes(PROFILE, False) == 4000
+
+
+def test_more_memory_never_makes_a_lane_narrower() -> None:
+    sizes = [fitting_tokens(PROFILE, free, False, 1) for free in range(0, 10_000_000, 500_000)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 0
+    assert sizes[-1] > 1000
+
+
+def test_what_fits_is_within_what_is_free() -> None:
+    free = 5_000_000
+    tokens = fitting_tokens(PROFILE, free, False, 64)
+    assert 0.55 * free < tokens * (4000 + 50) + 16 * 64 * 100 <= 0.6 * free
+
+
+def test_plenty_of_memory_takes_all_branches_without_checkpointing() -> None:
+    size = lane([100, 200, 300], 10**12)
+    assert (size.tokens, size.checkpoint) == (600, False)
+
+
+def test_a_lane_has_a_widest_useful_width() -> None:
+    assert lane([100_000] * 3, 10**15).tokens == 8_192
+    assert lane([100_000] * 3, 10**15, device=CUDA).tokens == 32_768
+
+
+def test_little_memory_checkpoints_and_narrows() -> None:
+    size = lane([100, 200, 300], 1_500_000)
+    assert size.checkpoint
+    assert 0 < size.tokens < 600
+
+
+def test_no_memory_still_makes_a_lane() -> None:
+    assert lane([5], 0).tokens == 1
+
+
+@pytest.mark.parametrize("free", [0, 10**12])
+def test_what_the_user_sets_is_kept(free: int) -> None:
+    size = lane([100, 200], free, lane_tokens=50, checkpoint=False)
+    assert (size.tokens, size.checkpoint) == (50, False)
+    assert lane([100, 200], free, checkpoint=True).checkpoint
+
+
+def test_chunks_are_no_longer_than_the_prompt() -> None:
+    options: dict[str, Any] = {"device": CPU, "checkpoint": "auto"}
+    assert size_chunk(PROFILE, 61, free=10**12, chunk_tokens="auto", **options).tokens == 61
+    assert size_chunk(PROFILE, 61, free=10**12, chunk_tokens=23, **options).tokens == 23
+    assert size_chunk(PROFILE, 0, free=10**12, chunk_tokens="auto", **options).tokens == 1
+    assert size_chunk(PROFILE, 10**6, free=10**12, chunk_tokens="auto", **options).tokens == 1_024
+    assert size_chunk(PROFILE, 10**6, free=10**6, chunk_tokens="auto", **options).tokens < 300
