@@ -15,7 +15,18 @@ LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 def rotary_modules(model: nn.Module) -> list[nn.Module]:
     """The model's rotary embeddings whose frequencies depend on the row's length."""
-    return [m for m in model.modules() if getattr(m, "rope_type", None) in LENGTH_DEPENDENT]
+    return [m for m in model.modules() if LENGTH_DEPENDENT & {kind for kind, _ in _rotations(m)}]
+
+
+def _rotations(module: nn.Module) -> list[tuple[str, Any]]:
+    """Type and parameters of each of a rotary embedding's rotations: one, or one a layer type (Gemma 3)."""
+    kinds: Any = getattr(module, "rope_type", None)
+    if kinds is None:
+        return []
+    parameters: Any = getattr(module.config, "rope_parameters", None)
+    if isinstance(kinds, dict):
+        return [(kind, parameters[layer_type]) for layer_type, kind in sorted(kinds.items())]
+    return [(kinds, parameters)]
 
 
 def frequencies_key(rotaries: list[nn.Module], row_tokens: int) -> Hashable:
@@ -27,10 +38,11 @@ def frequencies_key(rotaries: list[nn.Module], row_tokens: int) -> Hashable:
     keys: list[Hashable] = []
     for module in rotaries:
         config: Any = module.config
-        if module.rope_type == "dynamic":
-            keys.append(max(row_tokens, int(config.max_position_embeddings)))
-        else:
-            keys.append(row_tokens > int(config.rope_parameters["original_max_position_embeddings"]))
+        for kind, parameters in _rotations(module):
+            if kind == "dynamic":
+                keys.append(max(row_tokens, int(config.max_position_embeddings)))
+            elif kind == "longrope":
+                keys.append(row_tokens > int(parameters["original_max_position_embeddings"]))
     return tuple(keys)
 
 
@@ -55,9 +67,11 @@ def _longest_first(row_tokens: int) -> Any:
         by_name = "position_ids" in kwargs
         positions: Tensor = kwargs["position_ids"] if by_name else args[1]
         hidden: Tensor = args[0] if args else kwargs["x"]
-        if module.rope_type == "dynamic":
+        kinds: Any = module.rope_type
+        layer_type = (kwargs["layer_type"] if "layer_type" in kwargs else args[2],) if isinstance(kinds, dict) else ()
+        if (kinds[layer_type[0]] if layer_type else kinds) == "dynamic":
             # Dynamic NTK keeps the frequencies of the longest row it ever saw, until a short row resets it.
-            type(module).forward(module, hidden[:, :1], torch.zeros_like(positions[:, :1]))
+            type(module).forward(module, hidden[:, :1], torch.zeros_like(positions[:, :1]), *layer_type)
         positions = torch.cat([positions, positions.new_full((positions.shape[0], 1), row_tokens - 1)], dim=1)
         if by_name:
             return args, {**kwargs, "position_ids": positions}
