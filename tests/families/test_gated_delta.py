@@ -1,0 +1,368 @@
+"""Gated-delta hybrids: every parameter's gradient against plain autograd, at the edges of window and chunk."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from longstraw import Runtime
+from longstraw.errors import UnsupportedModelError
+from longstraw.integrations.transformers.families import gated_delta as family
+from longstraw.kernels.gated_delta.naive import naive_delta_rule
+from longstraw.runtime import gated_delta as glue
+from tests.parity.models import (
+    VOCABULARY,
+    add_lora,
+    assert_idle,
+    assert_parity,
+    check_parity,
+    gradients,
+    make_group,
+    paged_step,
+    plain_step,
+    randomize,
+    replay_group,
+    settings,
+    worst,
+)
+
+MODULES = {
+    "qwen3_next": "qwen3_next",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}
+"""Model types, and where transformers keeps their modeling code."""
+
+KINDS = sorted(MODULES)
+WINDOW = 3
+LENGTHS = (7, 1, 12, 2, 3)
+
+
+def build(
+    kind: str = "qwen3_5_text", layers: str = "LLAL", *, dtype: torch.dtype = torch.float64, **config: Any
+) -> Any:
+    """A random hybrid; `layers` has an L for each gated-delta layer and an A for each attention layer."""
+    names = {"L": "linear_attention", "A": "full_attention"}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": len(layers),
+        "layer_types": [names[letter] for letter in layers],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "linear_conv_kernel_dim": WINDOW + 1,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+    }
+    if kind.startswith("qwen3_5"):
+        sizes["rope_parameters"]["mrope_section"] = [1, 1, 0]
+    if kind in ("qwen3_next", "qwen3_5_moe_text"):
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        sizes |= {"shared_expert_intermediate_size": 12}
+    # torch's grouped matrix product has no float64.
+    options = {"experts_implementation": "eager"} if "num_experts" in sizes else {}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(sizes | config)), **options)
+    randomize(model)
+    remember(model)
+    return model.to(dtype).train()
+
+
+def remember(model: nn.Module) -> None:
+    """Decays near 1, so that the first token of a prompt still counts at its end."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5 - 4)
+
+
+@pytest.fixture
+def exact_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own float32 islands (recurrence, norms, decay, router) in float64, the recurrence token by token.
+
+    They are the same code in the plain run and in ours, and only hide what is to be compared.
+    """
+
+    def rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, None]:
+        out, _ = naive_delta_rule(query[0], key[0], value[0], g[0], beta[0], lengths=[query.shape[1]], initial_VKD=None)
+        return out[None], None
+
+    def gated_norm(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        variance = hidden_states.square().mean(-1, keepdim=True)
+        return self.weight * hidden_states * (variance + self.variance_epsilon).rsqrt() * nn.functional.silu(gate)
+
+    narrow_softmax = nn.functional.softmax
+
+    def softmax(x: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        return narrow_softmax(x, dim=dim, dtype=x.dtype if x.dtype == torch.float64 else dtype, **options)
+
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    monkeypatch.setattr(nn.functional, "softmax", softmax)
+    for name, prefix in (("qwen3_next", "Qwen3Next"), ("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")):
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", rule)
+        monkeypatch.setattr(getattr(module, f"{prefix}RMSNormGated"), "forward", gated_norm)
+
+
+check_exact = functools.partial(check_parity, tolerance=1e-9)
+
+
+@pytest.mark.usefixtures("exact_oracle")
+class TestExact:
+    """Everything in float64, so that a share of a gradient as small as 1e-9 of it cannot go missing."""
+
+    @pytest.mark.parametrize("checkpoint", [False, True], ids=["kept", "checkpointed"])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_family(self, kind: str, checkpoint: bool) -> None:
+        check_exact(build(kind, "LAL"), [make_group(lengths=LENGTHS)], settings(replay={"checkpoint": checkpoint}))
+
+    @pytest.mark.parametrize("chunk", [1, 3, 4, 20, 100])
+    def test_chunks_shorter_and_longer_than_the_window(self, chunk: int) -> None:
+        prompt = 14 if chunk < 3 else 61
+        config = settings(capture={"chunk_tokens": chunk})
+        check_exact(build(layers="LA"), [make_group(prompt, lengths=LENGTHS)], config)
+
+    @pytest.mark.parametrize("prompt", [1, 2, 3, 4, 5, 24])
+    def test_prompts_around_the_window_and_a_chunk(self, prompt: int) -> None:
+        check_exact(build(layers="LL"), [make_group(prompt, lengths=LENGTHS)])
+
+    @pytest.mark.parametrize("lengths", [(1,), (1, 1, 2), (3, 2, 1, 70)])
+    def test_short_branches_and_one_of_several_recurrence_chunks(self, lengths: tuple[int, ...]) -> None:
+        check_exact(build(layers="LA"), [make_group(lengths=lengths)], settings(replay={"lane_tokens": 80}))
+
+    def test_branches_of_one_lane_and_of_many(self) -> None:
+        for lane_tokens in (1, 100):
+            config = settings(replay={"lane_tokens": lane_tokens})
+            check_exact(build(layers="AL"), [make_group(lengths=LENGTHS)], config)
+
+    def test_several_groups(self) -> None:
+        check_exact(build(layers="LA"), [make_group(30, (3, 1), seed=s) for s in range(2)])
+
+    @pytest.mark.parametrize("checkpoint", [False, True], ids=["kept", "checkpointed"])
+    @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
+    def test_lora_on_a_frozen_base(self, kind: str, checkpoint: bool) -> None:
+        linears = [
+            "in_proj_qkv",
+            "in_proj_qkvz",
+            "in_proj_ba",
+            "in_proj_a",
+            "out_proj",
+            "q_proj",
+            "shared_expert.up_proj",
+        ]
+        model = add_lora(build(kind, "LAL"), target_modules=linears)
+        assert sum("in_proj" in name and p.requires_grad for name, p in model.named_parameters()) >= 4
+        check_exact(model, [make_group(lengths=LENGTHS)], settings(replay={"checkpoint": checkpoint}))
+
+    @pytest.mark.parametrize(
+        "trained", ["0.linear_attn.A_log", "0.linear_attn.conv1d", "0.linear_attn.in_proj_z", "0.linear_attn.in_proj_b",
+                    "1.linear_attn.dt_bias", "1.mlp", "embed_tokens"],
+    )  # fmt: skip
+    def test_one_parameter_alone(self, trained: str) -> None:
+        """Only some states are then worth a gradient page, and which ones differs from layer to layer."""
+        model = build(layers="LLA")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
+        check_exact(model, [make_group(lengths=LENGTHS)])
+
+    def test_convolution_of_one_tap_carries_no_window(self) -> None:
+        check_exact(build(layers="LA", linear_conv_kernel_dim=1), [make_group(lengths=LENGTHS)])
+
+    @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+    def test_text_part_of_a_multimodal_class(self, kind: str) -> None:
+        check_exact(multimodal(kind), [make_group(lengths=LENGTHS)])
+
+    @pytest.mark.parametrize("state", ["recurrent", "window"])
+    def test_a_state_without_its_gradient_is_noticed(self, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+        handed_on = glue.carried_out
+
+        def forgetful(io: Any, name: str, value: Tensor, output: Tensor) -> Tensor:
+            return handed_on(io, name, value.detach() if name == state else value, output)
+
+        monkeypatch.setattr(glue, "carried_out", forgetful)
+        with pytest.raises(Exception, match=r"the schedule is"):
+            check_exact(build(layers="LA"), [make_group(lengths=LENGTHS)])
+
+    @pytest.mark.parametrize("state", ["recurrent", "window"])
+    def test_a_state_that_is_not_handed_on_is_noticed(self, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+        read = glue.carried_in
+
+        def blank(io: Any, name: str, shape: tuple[int, ...]) -> Tensor | None:
+            value = read(io, name, shape)
+            return value if name != state or value is None else value * 0
+
+        monkeypatch.setattr(glue, "carried_in", blank)
+        with pytest.raises(AssertionError):
+            check_exact(build(layers="LA"), [make_group(lengths=LENGTHS)])
+
+
+def multimodal(kind: str) -> Any:
+    text = build(f"{kind}_text", "LA").config.to_dict()
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision)
+    classes = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[kind]
+    model = getattr(classes, f"{name}ForConditionalGeneration")(config)
+    if kind == "qwen3_5_moe":
+        model.set_experts_implementation("eager")
+    randomize(model)
+    remember(model)
+    for parameter in model.model.visual.parameters():
+        parameter.requires_grad_(False)
+    return model.double().train()
+
+
+def rechunked(monkeypatch: pytest.MonkeyPatch, kind: str, size: int) -> None:
+    """Let transformers' recurrence cut rows into chunks of `size` tokens instead of 64."""
+    name = MODULES[kind]
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    monkeypatch.setattr(
+        module, "torch_chunk_gated_delta_rule", functools.partial(module.torch_chunk_gated_delta_rule, chunk_size=size)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_transformers_own_recurrence(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """It computes in float32: at most 2e-4, and at most twice what another way to cut it into chunks changes."""
+    model, group = build(kind, "LAL"), make_group(lengths=LENGTHS)
+    plain, other = copy.deepcopy(model), copy.deepcopy(model)
+    plain_step(plain, [group])
+    with monkeypatch.context() as patch:
+        rechunked(patch, kind, 16)
+        plain_step(other, [group])
+    paged_step(Runtime(model, settings()), [group])
+    ours, cut = worst(model, plain), worst(other, plain)
+    assert ours[0][0] <= 2e-4, ours[:4]
+    assert ours[0][0] <= 2 * cut[0][0], (ours[:4], cut[:4])
+
+
+@pytest.mark.usefixtures("exact_oracle")
+def test_detached_differs_from_exact() -> None:
+    model, group = build(layers="LA"), make_group(lengths=LENGTHS)
+    plain = copy.deepcopy(model)
+    plain_step(plain, [group])
+    runtime = Runtime(model, settings(gradient={"prompt": "detached"}))
+    paged_step(runtime, [group])
+    assert worst(model, plain)[0][0] > 0.1
+    assert_idle(runtime)
+
+
+TIERS: dict[str, list[dict[str, Any]]] = {
+    "device": [{"kind": "device", "budget": "64MiB"}],
+    "host": [{"kind": "host", "budget": "64MiB"}],
+    "all three": [{"kind": "device", "budget": "8KiB"}, {"kind": "host", "budget": "16KiB"}, {"kind": "nvme"}],
+}
+
+
+def test_tiers_agree_bit_for_bit(tmp_path: Any) -> None:
+    group, found = make_group(lengths=LENGTHS), []
+    for tiers in TIERS.values():
+        tiers = [tier | ({"path": tmp_path, "budget": "64MiB"} if tier["kind"] == "nvme" else {}) for tier in tiers]
+        model = build(layers="LAL", dtype=torch.float32)
+        with Runtime(model, settings(tiers=tiers)) as runtime:
+            with runtime.transaction(group.prompt) as txn:
+                replay_group(txn, group)
+            used = txn.report.tier_bytes
+        assert all(used.get(tier["kind"]) for tier in tiers), used
+        found.append(gradients(model))
+    for other in found[1:]:
+        for name, grad in found[0].items():
+            assert grad is not None
+            assert torch.equal(grad, other[name]), name
+
+
+def test_score_is_the_first_replay() -> None:
+    model, group = build(dtype=torch.float32), make_group(lengths=LENGTHS)
+    with Runtime(model, settings()) as runtime, runtime.transaction(group.prompt) as txn:
+        scored = txn.score(group.responses)
+        for mine, other in zip(replay_group(txn, group), scored, strict=True):
+            assert torch.equal(mine, other)
+
+
+def saved_bytes(prompt: int) -> Iterator[int]:
+    """Bytes that autograd saves in replay, then in the sweep."""
+    model, group = build(layers="LLA", dtype=torch.float32), make_group(prompt, (40, 1, 60))
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    config = settings(
+        replay={"lane_tokens": 64, "checkpoint": False},
+        capture={"chunk_tokens": 128},
+        pages={"tokens": 512, "block_tokens": 1024},
+    )
+    with Runtime(model, config) as runtime, runtime.transaction(group.prompt) as txn:
+        for phase in (lambda: replay_group(txn, group), txn.sweep):
+            live: dict[int, int] = {}
+            peak = 0
+
+            def pack(x: Tensor, live: dict[int, int] = live) -> Tensor:
+                if x.untyped_storage().data_ptr() not in parameters:
+                    live[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+                return x
+
+            started: list[int] = []
+            opened = runtime._engine.adapter.run
+
+            def run(*args: Any, opened: Any = opened, live: dict[int, int] = live, started: list[int] = started) -> Any:
+                live.clear()
+                result = opened(*args)
+                started.append(sum(live.values()))
+                return result
+
+            runtime._engine.adapter.run = run  # type: ignore[method-assign]
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                phase()
+            runtime._engine.adapter.run = opened  # type: ignore[method-assign]
+            peak = max(started)
+            yield peak
+
+
+def test_saved_bytes_do_not_grow_with_the_prompt() -> None:
+    figures = [list(saved_bytes(prompt)) for prompt in (300, 1_200)]
+    for phase in zip(*figures, strict=True):
+        assert min(phase) > 10_000, "nothing was counted"
+        assert max(phase) <= 1.05 * min(phase), figures
+
+
+def test_adapter_on_the_convolution_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="convolution of layer 0"):
+        Runtime(add_lora(build(layers="LA"), target_modules=["conv1d"], r=56))
+
+
+def test_masks_and_unknown_arguments_are_refused() -> None:
+    mixer = build(layers="LA").model.layers[0].linear_attn
+    with pytest.raises(UnsupportedModelError, match="padding mask"):
+        family._check_arguments(mixer, torch.ones(1, 3), {})
+    with pytest.raises(UnsupportedModelError, match="called with seq_idx"):
+        family._check_arguments(mixer, None, {"seq_idx": torch.zeros(1), "use_cache": False, "cache": None})
+
+
+def test_fla_is_refused_on_a_cpu_before_anything_runs() -> None:
+    group = make_group()
+    runtime = Runtime(build(layers="LA"), settings(kernels={"gated_delta": "fla"}))
+    with pytest.raises(UnsupportedModelError, match=r"kernels\.gated_delta"):
+        runtime.transaction(group.prompt)
+
+
+def test_parity_of_a_wrong_gradient_fails() -> None:
+    """The comparison itself can fail: half of one gradient is noticed."""
+    model = build(layers="LA")
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        plain_step(each, [make_group(10, (2,))])
+    model.model.layers[0].linear_attn.conv1d.weight.grad *= 0.5
+    with pytest.raises(AssertionError, match="conv1d"):
+        assert_parity(model, plain)
