@@ -70,7 +70,9 @@ def qwen3(layers: int, device: str, dtype: torch.dtype, lora: bool, seed: int = 
     return peft.to(dtype)
 
 
-def random_group(prompt: int, responses: int, length: int, vocab: int, seed: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def random_group(
+    prompt: int, responses: int, length: int, vocab: int, seed: int = 0
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A prompt and its responses of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab, (prompt,), generator=generator)

@@ -25,7 +25,11 @@ def qwen3_8b(layers: int, lora: bool) -> Shape:
     """Qwen3-8B's layers: q, k, v, o projections and a gated MLP."""
     per_layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 12_288
     return Shape(
-        linear_parameters=per_layer * layers, attention_width=4096, layers=layers, head_parameters=4096 * 151_936, lora=lora
+        linear_parameters=per_layer * layers,
+        attention_width=4096,
+        layers=layers,
+        head_parameters=4096 * 151_936,
+        lora=lora,
     )
 
 
@@ -43,7 +47,14 @@ def ordinary_row(shape: Shape, prompt: int, response: int) -> float:
 
 
 def exact_step(
-    shape: Shape, prompt: int, responses: int, response: int, *, recompute_replay: bool, recompute_sweep: bool, kept: bool
+    shape: Shape,
+    prompt: int,
+    responses: int,
+    response: int,
+    *,
+    recompute_replay: bool,
+    recompute_sweep: bool,
+    kept: bool,
 ) -> float:
     """Capture, replay and sweep. Attention is computed once forward in replay, recomputation or not."""
     tokens = responses * response

@@ -187,10 +187,14 @@ def main() -> None:
             if not options.compare:
                 mine = {}
             if options.packed:
-                record.add("step, packed shared prefix", **common, **measure_packed(model, ids, responses, options.packed))
+                record.add(
+                    "step, packed shared prefix", **common, **measure_packed(model, ids, responses, options.packed)
+                )
                 theirs = gradients(model)
                 if mine and options.packed == 1:
-                    record.add("worst gradient difference, ours to packed", **common, worst=worst_difference(mine, theirs))
+                    record.add(
+                        "worst gradient difference, ours to packed", **common, worst=worst_difference(mine, theirs)
+                    )
                 del theirs
             mine = {}
             if options.ordinary_rows:
