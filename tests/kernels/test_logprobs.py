@@ -22,18 +22,21 @@ def inputs(bias: bool) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor, tor
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("generic", [False, True])
-def test_values_and_gradients(block: int, temperature: float, bias: bool, entropy: bool, generic: bool) -> None:
+def test_values_and_gradients(
+    block: int, temperature: float, bias: bool, entropy: bool, softcap: float | None, generic: bool
+) -> None:
     head, hidden, targets, grad = inputs(bias)
+    options = {"temperature": temperature, "block_tokens": block, "entropy": entropy, "softcap": softcap}
     if generic:
-        got = module_logprobs(head, hidden, targets, temperature=temperature, block_tokens=block, entropy=entropy)
+        got = module_logprobs(head, hidden, targets, **options)  # type: ignore[arg-type]
     else:
-        got = head_logprobs(
-            hidden, head.weight, head.bias, targets, temperature=temperature, block_tokens=block, entropy=entropy
-        )
+        got = head_logprobs(hidden, head.weight, head.bias, targets, **options)  # type: ignore[arg-type]
     leaves = [hidden, *head.parameters()]
     got_grads = torch.autograd.grad(got, leaves, grad)
-    chosen, spread = naive_logprobs(head(hidden), targets, temperature)
+    logits = head(hidden) if softcap is None else softcap * torch.tanh(head(hidden) / softcap)
+    chosen, spread = naive_logprobs(logits, targets, temperature)
     torch.testing.assert_close(got[:, 0], chosen)
     total = (chosen * grad[:, 0]).sum()
     if entropy:

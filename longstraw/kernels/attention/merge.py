@@ -51,7 +51,8 @@ class PartialMerge:
 
         It belongs to the whole softmax, so it is added once, after all keys.
         """
-        assert self._out is not None and self._lse is not None, "nothing was added"
+        assert self._out is not None, "nothing was added"
+        assert self._lse is not None
         lse = torch.logaddexp(self._lse, sinks_H.to(self._lse.dtype)[None, :, None])
         self._out = self._out * (self._lse - lse).exp_().unsqueeze(-1)
         self._lse = lse

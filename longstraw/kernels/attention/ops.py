@@ -183,9 +183,7 @@ def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def choose_ops(
-    device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
-) -> AttentionOps:
+def choose_ops(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> AttentionOps:
     """The attention ops for tensors of `dtype` on `device`; with soft-capped scores our own tiled version everywhere.
 
     CPU: torch's flash op. CUDA in half precision: cuDNN where torch says it may run (compute capability 8.0 and

@@ -1,4 +1,4 @@
-"""Windowed attention as one autograd function: the window's rows come in, and their gradient goes out, beside q, k, v."""
+"""Windowed attention as one autograd function: the window's rows come in, their gradient goes out, beside q, k, v."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def windowed_attention(
     Returns:
         [1, num_heads, S, head_dim] in the dtype of `q_BHSD`.
     """
-    assert sum(lengths) == q_BHSD.shape[2] and q_BHSD.shape[0] == 1, (lengths, q_BHSD.shape)
+    assert q_BHSD.shape[:3:2] == (1, sum(lengths)), (lengths, q_BHSD.shape)
     assert window_k_BKTD.shape[2] == state.slide.before, (window_k_BKTD.shape, state.slide)
     return _WindowedAttention.apply(
         q_BHSD, k_BKSD, v_BKSD, sinks_H, window_k_BKTD, window_v_BKTD, tuple(lengths), state, ops, scale
