@@ -1,6 +1,6 @@
 """Which kernels a step's time goes to: torch's profiler over one transaction, after a warm one.
 
-    python -m benchmarks.profile_step --layers 4 --prompt 32768 --trace step.json
+python -m benchmarks.profile_step --layers 4 --prompt 32768 --trace step.json
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def main() -> None:
         step(runtime)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             step(runtime)
-    print(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=options.rows, max_name_column_width=70))
+    print(
+        profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=options.rows, max_name_column_width=70)
+    )
     if options.trace:
         profiler.export_chrome_trace(options.trace)
 

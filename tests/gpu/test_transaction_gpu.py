@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from longstraw import Runtime
+
+# cuBLAS is deterministic with a workspace of its own for each stream; it reads this when it starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,11 +89,15 @@ def test_bfloat16_is_no_further_from_float32_than_the_plain_run(checkpoint: bool
         replay={"lane_tokens": 600, "checkpoint": checkpoint},
     )  # fmt: skip
     mine = error(got, truth)
-    worse = {name: (mine[name], narrow[name]) for name in mine if mine[name] > 1.1 * narrow[name]}
-    assert not worse, worse
+    worst = max(mine, key=lambda name: mine[name] / narrow[name])
+    print(f"worst parameter {worst}: {mine[worst]:.4g} here, {narrow[worst]:.4g} plain")
+    print(f"all parameters: {sum(mine.values()) / len(mine):.4g} here, {sum(narrow.values()) / len(narrow):.4g} plain")
+    assert mine[worst] <= 1.1 * narrow[worst], (worst, mine[worst], narrow[worst])
 
 
 def test_every_tier_gives_the_same_bits(tmp_path: Path) -> None:
+    # float32 goes through the tiled attention; the fused backward kernels add in an order of their own.
+    torch.use_deterministic_algorithms(True)
     size = "1GiB"
     tiers = {
         "device": [{"kind": "device", "budget": size}],
@@ -103,11 +112,12 @@ def test_every_tier_gives_the_same_bits(tmp_path: Path) -> None:
     results = {}
     for name, tier in tiers.items():
         results[name], report = ours(
-            make(torch.bfloat16), 5000, tiers=tier,
+            make(torch.float32), 5000, tiers=tier,
             capture={"chunk_tokens": 1024}, pages={"tokens": 256, "block_tokens": 1024},
             replay={"lane_tokens": 600},
         )  # fmt: skip
         assert len(report.tier_bytes) == (3 if name == "all" else 1)
+    torch.use_deterministic_algorithms(False)
     for name, gradients in results.items():
         for parameter, gradient in gradients.items():
             assert torch.equal(gradient, results["device"][parameter]), (name, parameter)
@@ -115,10 +125,14 @@ def test_every_tier_gives_the_same_bits(tmp_path: Path) -> None:
 
 def test_peak_memory_does_not_grow_with_the_prompt() -> None:
     peaks = []
+    model = make(torch.bfloat16)
+    ours(model, 20_000, tiers=[{"kind": "host", "budget": "4GiB"}], capture={"chunk_tokens": 2048})
     for prompt in (20_000, 40_000, 80_000):
+        model.zero_grad(set_to_none=True)
+        gc.collect()
         torch.cuda.empty_cache()
         _, report = ours(
-            make(torch.bfloat16), prompt,
+            model, prompt,
             tiers=[{"kind": "host", "budget": "4GiB"}],
             capture={"chunk_tokens": 2048}, pages={"block_tokens": 4096}, replay={"lane_tokens": 1024},
         )  # fmt: skip
