@@ -55,6 +55,7 @@ def exact_step(
     recompute_replay: bool,
     recompute_sweep: bool,
     kept: bool,
+    detached: bool = False,
 ) -> float:
     """Capture, replay and sweep. Attention is computed once forward in replay, recomputation or not."""
     tokens = responses * response
@@ -62,6 +63,8 @@ def exact_step(
     replay = 2.0 * shape.linear_parameters * tokens * (1 + recompute_replay + shape.backward_factor)
     replay += 2.0 * shape.head_parameters * tokens * (2 + shape.backward_factor)
     replay += 3.5 * _attention(shape, tokens * prompt + responses * response * response / 2)
+    if detached:
+        return capture + replay
     sweep = 2.0 * shape.linear_parameters * prompt * (1 + recompute_sweep + shape.backward_factor)
     sweep += (2.5 if kept else 3.5) * _attention(shape, prompt * prompt / 2)
     return capture + replay + sweep

@@ -103,14 +103,14 @@ class PromptState:
         return any((layer, spec.name) in self._segments for spec in self._outputs[layer])
 
     @property
+    def kept_output_layers(self) -> int:
+        """Layers whose outputs over the prompt are kept."""
+        return sum(self.keeps_output(layer.index) for layer in self.layers)
+
+    @property
     def needs_sweep(self) -> bool:
         """Whether some gradient that reached the state has yet to go back through the prompt."""
         return self.gradients_started and bool(self._gradients)
-
-    @property
-    def has_carried(self) -> bool:
-        """Whether some state exists at chunk boundaries only, so that the sweep must cut as the capture did."""
-        return any(spec.kind is StateKind.CARRIED for layer in self.layers for spec in layer.states)
 
     def stream(self, schedule: Sequence[Request]) -> PageStream:
         """A look-ahead stream over the announced requests."""

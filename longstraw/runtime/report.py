@@ -22,6 +22,7 @@ class Report:
         gradient: "exact" or "detached". A detached gradient leaves out what flows through the prompt: an approximation.
         prompt_tokens, response_tokens, branches: what was replayed.
         chunks, chunk_tokens, lanes, lane_tokens: how it was cut.
+        kept_output_layers: layers whose attention outputs over the prompt were kept for the sweep.
         checkpoint_replay, checkpoint_sweep: whether activations were recomputed.
         seconds: wall time by phase: capture, score, replay (lane forwards), backward, sweep, finalize.
         stall_seconds: time that compute waited for pages, by phase.
@@ -41,6 +42,7 @@ class Report:
     chunk_tokens: int = 0
     lanes: int = 0
     lane_tokens: int = 0
+    kept_output_layers: int = 0
     checkpoint_replay: bool = False
     checkpoint_sweep: bool = False
     seconds: dict[str, float] = field(default_factory=dict)

@@ -202,6 +202,7 @@ class Transaction:
         chunks = plan_chunks(len(self._prompt) - 1, self._chunk_tokens)
         self._state = engine.reserve(self._owner, self._profile, chunks, exact=self._exact)
         self.report.tier_bytes = self._state.tier_bytes()
+        self.report.kept_output_layers = self._state.kept_output_layers
         self.report.chunks, self.report.chunk_tokens = len(chunks), self._chunk_tokens
         phase = engine.lockstep.phase(self._forward_kind, len(chunks))
         for start, stop in engine.progress("capture", chunks):
@@ -491,10 +492,10 @@ class Transaction:
         release_cached(self._engine.device)
         self._chunk_tokens = (self._chunk_tokens + 1) // 2
         self._engine.limit_chunks(self._chunk_tokens)
-        if self._state.has_carried:
-            # Carried state exists at the old boundaries only.
-            self._state.release()
-            self._capture_chunks()
+        # Carried state exists at the old boundaries only. And chunks of another length round differently, which may
+        # send a token to other experts, or select other keys, than when its state was captured.
+        self._state.release()
+        self._capture_chunks()
 
     def _check_branches(self, responses: Sequence[Tensor]) -> list[Tensor]:
         branches = check_responses(responses, self._profile.vocab_size)
