@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,18 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from longstraw import Runtime
 from longstraw.errors import ConfigError, UnsupportedModelError
-from tests.parity.models import SMALL, add_lora, assert_idle, assert_parity, build, make_group, paged_step, plain_step, settings
+from tests.parity.models import (
+    SMALL,
+    add_lora,
+    assert_idle,
+    assert_parity,
+    build,
+    distance,
+    make_group,
+    paged_step,
+    plain_step,
+    settings,
+)
 
 GROUP = make_group(61, (7, 1, 12, 5))
 
@@ -45,11 +55,6 @@ def test_a_loop_with_clipping_and_steps() -> None:
         optimizer.zero_grad()
         plain_optimizer.zero_grad()
     assert_idle(runtime)
-
-
-def distance(model: Any, reference: Any) -> float:
-    pairs = [(a.grad.double(), b.grad) for a, b in zip(model.parameters(), reference.parameters(), strict=True) if b.grad is not None]
-    return sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
 
 
 @pytest.mark.parametrize(("lora", "checkpoint"), [(False, False), (False, True), (True, False)])

@@ -114,8 +114,9 @@ def test_without_that_guard_the_gradient_is_wrong(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_compiled_model() -> None:
+    compiled: Any = torch.compile(build("llama"))
     with pytest.raises(UnsupportedModelError, match="compiled"):
-        Runtime(torch.compile(build("llama")), SMALL)
+        Runtime(compiled, SMALL)
     model = build("llama")
     model.compile()
     with pytest.raises(UnsupportedModelError, match="compiled"):
@@ -158,7 +159,8 @@ def test_dropout_of_a_module() -> None:
     [("llama", "attention_dropout"), ("starcoder2", "residual_dropout"), ("starcoder2", "embedding_dropout")],
 )
 def test_dropout_of_a_function(kind: str, key: str) -> None:
-    model = build(kind, **{key: 0.1})
+    changes: dict[str, Any] = {key: 0.1}
+    model = build(kind, **changes)
     with pytest.raises(UnsupportedModelError, match=rf"config\.{key} is 0\.1"):
         Runtime(model, SMALL)
     paged_step(Runtime(model.eval(), SMALL), [GROUP])

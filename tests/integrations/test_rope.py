@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from longstraw import Runtime
-from longstraw.integrations.transformers import adapter, rope
-from tests.parity.models import SMALL, assert_parity, build, make_group, paged_step, plain_step, worst
+from longstraw.integrations.transformers import rope
+from tests.parity.models import SMALL, assert_parity, build, lane_loss, make_group, paged_step, plain_step, worst
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -68,12 +69,11 @@ def test_without_pinning_the_gradient_is_wrong(name: str, monkeypatch: pytest.Mo
     model, reference = scaled(name), scaled(name)
     plain_step(reference, [group], row_tokens=80)
     with monkeypatch.context() as patch:
-        patch.setattr(adapter.rope, "pinned", lambda rotaries, row_tokens: rope.ExitStack())
+        patch.setattr(rope, "pinned", lambda rotaries, row_tokens: nullcontext())
         runtime = Runtime(model, SMALL)
         with runtime.transaction(group.prompt, row_tokens=80) as txn:
             for lane in txn.replay(group.responses):
-                losses = [group.loss(i, x, None) for i, x in zip(lane.indices, lane.logprobs, strict=True)]
-                lane.backward(torch.stack(losses).sum())
+                lane.backward(lane_loss(group, lane))
     assert worst(model, reference)[0][0] > 1e-3
     model.zero_grad()
     paged_step(Runtime(model, SMALL), [group], row_tokens=80)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -70,9 +71,7 @@ def randomize(model: nn.Module, seed: int = 0) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
-                parameter.copy_(noise * 0.2)
-            elif name.endswith("bias"):
+            if parameter.dim() > 1 or name.endswith("bias"):
                 parameter.copy_(noise * 0.2)
             else:
                 parameter.copy_(1 + noise * 0.1)
@@ -142,7 +141,7 @@ def plain_step(
     extra: Callable[[Any], Tensor] | None = None,
 ) -> list[list[Tensor]]:
     """Add to `.grad` the gradient of all branches' losses, one unpadded row at a time. Returns the log-probs."""
-    found = []
+    found: list[list[Tensor]] = []
     for group in groups:
         found.append([])
         for i, response in enumerate(group.responses):
@@ -155,18 +154,20 @@ def plain_step(
     return found
 
 
+def lane_loss(group: Group, lane: Any) -> Tensor:
+    """The losses of a lane's branches, summed."""
+    entropies = lane.entropies or [None] * len(lane.indices)
+    return torch.stack(
+        [group.loss(i, x, h) for i, x, h in zip(lane.indices, lane.logprobs, entropies, strict=True)]
+    ).sum()
+
+
 def replay_group(txn: Any, group: Group, extra: Callable[[], Tensor] | None = None) -> list[Tensor]:
     """Replay a group in an open transaction, backward on every lane. Returns the log-probs."""
     found: dict[int, Tensor] = {}
     for lane in txn.replay(group.responses):
-        entropies = lane.entropies or [None] * len(lane.indices)
-        losses = [
-            group.loss(i, logprobs, entropy)
-            for i, logprobs, entropy in zip(lane.indices, lane.logprobs, entropies, strict=True)
-        ]
-        if extra is not None:
-            losses += [extra() for _ in lane.indices]
-        lane.backward(torch.stack(losses).sum())
+        loss = lane_loss(group, lane)
+        lane.backward(loss if extra is None else loss + len(lane.indices) * extra())
         found.update(zip(lane.indices, (x.detach() for x in lane.logprobs), strict=True))
     return [found[i] for i in range(len(group.responses))]
 
@@ -223,6 +224,18 @@ def assert_parity(model: nn.Module, reference: nn.Module, tolerance: float = 1e-
     trained = [p for p in reference.parameters() if p.requires_grad]
     assert len(found) == len(trained), "some trained parameter has no gradient in the reference"
     assert found[0][0] <= tolerance, "\n".join(f"{error:.2e} {name}" for error, name in found[:8])
+
+
+def distance(model: nn.Module, reference: nn.Module) -> float:
+    """Euclidean distance of the whole gradient from the reference's."""
+    ours, theirs = gradients(model), gradients(reference)
+    squares = [
+        float((g.double() - theirs[name].double()).square().sum())  # type: ignore[union-attr]
+        for name, g in ours.items()
+        if g is not None
+    ]
+    assert squares
+    return math.sqrt(sum(squares))
 
 
 def check_parity(

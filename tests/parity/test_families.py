@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from longstraw import Runtime
 from tests.parity.models import (
@@ -17,6 +16,7 @@ from tests.parity.models import (
     assert_parity,
     build,
     check_parity,
+    distance,
     make_group,
     paged_step,
     plain_step,
@@ -234,12 +234,6 @@ def test_detached_leaves_out_what_flows_through_the_prompt() -> None:
         log_p = reference(row[None], past_key_values=cache).logits[0].log_softmax(-1)
         group.loss(i, log_p.gather(-1, response[:, None])[:, 0], None).backward()
     assert_parity(model, reference)
-
-
-def distance(model: nn.Module, reference: nn.Module) -> float:
-    """Distance of the whole gradient from the reference's."""
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return sum(float((ours.grad.double() - theirs.grad).square().sum()) for ours, theirs in pairs) ** 0.5
 
 
 @pytest.mark.parametrize(

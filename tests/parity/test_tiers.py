@@ -87,7 +87,9 @@ def test_score_and_replay_agree_bit_for_bit(dtype: torch.dtype, checkpoint: bool
 @pytest.mark.parametrize("width", [1, 8, 13, 100])
 def test_lanes_of_different_width_agree_within_rounding(width: int) -> None:
     model = build("llama")
-    wide, narrow = (Runtime(m, settings(replay={"lane_tokens": w})) for m, w in ((model, 14), (copy.deepcopy(model), width)))
+    wide, narrow = (
+        Runtime(m, settings(replay={"lane_tokens": w})) for m, w in ((model, 14), (copy.deepcopy(model), width))
+    )
     results = []
     for runtime in (wide, narrow):
         with runtime.transaction(GROUP.prompt) as txn:

@@ -76,6 +76,7 @@ class Entry:
             value = self._values[name]
             assert parameter.grad is self._tensors[name], name
             if value is not None:
+                assert parameter.grad is not None, name
                 assert torch.equal(parameter.grad, value), name
 
 

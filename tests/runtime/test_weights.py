@@ -61,7 +61,7 @@ def test_without_the_check_a_stale_replay_goes_unnoticed(monkeypatch: pytest.Mon
         with torch.no_grad():
             model.model.embed_tokens.weight.mul_(1.5)
         replay_group(txn, group)
-    assert txn.report.drift_max > 0.01
+    assert (txn.report.drift_max or 0) > 0.01
 
 
 def test_the_watch_goes_with_its_runtime() -> None:
