@@ -34,7 +34,7 @@ def _work(rank: int, world: int, port: int, calls: Any, results: Any) -> None:
         function, args, kwargs = call
         try:
             results.put((rank, True, function(rank, world, *args, **kwargs)))
-        except BaseException:
+        except BaseException:  # noqa: BLE001 (the caller is told)
             results.put((rank, False, traceback.format_exc()))
     dist.destroy_process_group()
 

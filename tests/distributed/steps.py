@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +20,30 @@ UNEQUAL = (((61, (7, 1, 12, 5)), (30, (3, 9))), ((83, (20, 4, 2)),))
 """Groups of two ranks: prompts and responses of unequal length, and unequally many."""
 
 Shapes = Sequence[Sequence[tuple[int, Sequence[int]]]]
+
+
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]
+    },
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3_5_text": HYBRID,
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+}
+"""A dense model, a hybrid and a mixture of experts."""
+
+
+def build_kind(kind: str, **options: Any) -> Any:
+    """A tiny model of `KINDS` in float32."""
+    return build(kind, dtype=torch.float32, **(KINDS[kind] | options))
 
 
 def groups_of(shapes: Shapes, step: int) -> list[list[Group]]:
@@ -89,13 +111,22 @@ def relative(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor |
     return errors
 
 
-def plain_training(model: nn.Module, shapes: Shapes, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The ordinary steps in one process: the first step's gradients, and the weights after all of them."""
+def plain_training(
+    model: nn.Module, shapes: Shapes, steps: int, settings: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ordinary steps in one process: the first step's gradients, and the weights after all of them.
+
+    With `settings`, the same by the runtime in one process.
+    """
     optimizer = make_optimizer(model)
     first: dict[str, Any] = {}
+    runtime = None if settings is None else Runtime(model, settings)
     for step in range(steps):
         for mine in groups_of(shapes, step):
-            plain_step(model, mine)
+            if runtime is None:
+                plain_step(model, mine)
+            else:
+                paged_groups(runtime, mine)
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad /= len(shapes)
@@ -129,10 +160,14 @@ def compare_training(
     config: Mapping[str, Any] | None = None,
     prepare: Callable[[Any], Any] | None = None,
     model_options: Mapping[str, Any] | None = None,
+    beside_one_process: bool = False,
     **options: Any,
-) -> dict[str, float]:
-    """Relative errors of the first step's gradients and of the weights after all steps, worst of each."""
-    model = build(kind, dtype=torch.float32, **(model_options or {}))
+) -> dict[str, Any]:
+    """Relative errors of the first step's gradients and of the weights after all steps, worst of each.
+
+    The reference is plain autograd, or (`beside_one_process`) the runtime in one process.
+    """
+    model = build_kind(kind, **(model_options or {}))
     if prepare is not None:
         model = prepare(model)
     reference = copy.deepcopy(model)
@@ -148,23 +183,11 @@ def compare_training(
     weights = held.weights()
     assert runtime._engine.store.pages_in_use() == 0
     runtime.close()
-    want_first, want_weights = plain_training(reference, shapes, steps)
+    settings = settings | {"gradient": {}}
+    want_first, want_weights = plain_training(reference, shapes, steps, settings if beside_one_process else None)
     gradient_errors, weight_errors = relative(first, want_first), relative(weights, want_weights)
     return {
         "gradient": max(gradient_errors.values()),
         "weights": max(weight_errors.values()),
-        "worst": max(gradient_errors, key=lambda n: gradient_errors[n]),
-    }  # type: ignore[dict-item]
-
-
-@contextmanager
-def counted_collectives() -> Iterator[dict[str, int]]:
-    """Counts the collectives that carry tensors while it is open, by name."""
-    from torch.distributed._tools.fake_collectives import collective_ops  # pragma: no cover
-
-    yield {str(op): 0 for op in collective_ops}
-
-
-def barrier() -> None:
-    """Wait for all ranks."""
-    dist.barrier()
+        "worst": sorted(gradient_errors.items(), key=lambda item: -item[1])[:5],
+    }

@@ -43,6 +43,7 @@ class TransformersAdapter:
         self._head_result: Tensor | None = None
         self._logits_untouched = False
         checks.refuse_dropout(model, self._config)
+        checks.refuse_router_terms(model, self._config)
 
     @property
     def device(self) -> torch.device:
@@ -73,6 +74,7 @@ class TransformersAdapter:
         key = self._profile_key()
         if key not in self._profiles:
             checks.refuse_dropout(self._model, self._config)
+            checks.refuse_router_terms(self._model, self._config)
             self._profiles[key] = probe(self, self._config)
         return self._profiles[key]
 
@@ -125,10 +127,10 @@ class TransformersAdapter:
         result = head_output(head, original, hidden_states, forward, softcap)
         if not self._logits_untouched:
             self._head_result = result.detach()
-        if self.sharding.casts_outputs and result.shape[-1] == 2:
+        if self.sharding.casts_outputs:
             # A framework may cast floating outputs, to bfloat16 say. Log-probs must not lose their bits on the way out
-            # of the model, and complex numbers pass such a cast as they are.
-            return torch.view_as_complex(result)
+            # of the model, and complex numbers pass such a cast as they are. Its hooks also want no views.
+            result = (torch.view_as_complex(result) if result.shape[-1] == 2 else result).clone()
         return result
 
     @contextmanager

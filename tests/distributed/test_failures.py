@@ -1,0 +1,124 @@
+"""A rank that fails makes all fail, promptly and with its error; nothing is left behind, and the next step works."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longstraw import Runtime
+from longstraw.errors import RankFailedError, TransactionStateError
+from tests.distributed.pool import Pool
+from tests.distributed.steps import (
+    UNEQUAL,
+    build_kind,
+    groups_of,
+    paged_groups,
+    plain_training,
+    relative,
+)
+from tests.distributed.wraps import ddp, fsdp2
+from tests.parity.models import SMALL, replay_group
+
+WRAPS = {"ddp": (ddp, {}), "fsdp2": (fsdp2, {}), "each_pass": (fsdp2, {"gradient": {"reduce": "each_pass"}})}
+BY_WRAP = pytest.mark.parametrize("wrap", WRAPS)
+
+
+class Mistake(Exception):
+    """The user's own."""
+
+
+def fail_then_step(rank: int, world: int, wrap: str, where: str) -> dict[str, Any]:
+    """Rank 1 fails; then both make the step. Returns what was raised, how late, and the errors of the step."""
+    function, config = WRAPS[wrap]
+    held = function(build_kind("qwen3"))
+    reference = build_kind("qwen3")
+    runtime = Runtime(held.model, SMALL | config)
+    mine = groups_of(UNEQUAL, 0)[rank]
+    for parameter in held.model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    entry = held.gradients()
+    dist.barrier()
+    start, raised = time.monotonic(), ""
+    try:
+        with runtime.accumulate():
+            if where == "between transactions" and rank == 1:
+                raise Mistake("of rank 1")
+            for group in mine:
+                with runtime.transaction(group.prompt) as txn:
+                    txn.score(group.responses)
+                    for lane in txn.replay(group.responses):
+                        if where == "loss" and rank == 1 and 0 in lane.indices:
+                            raise Mistake("of rank 1")
+                        lane.backward(torch.stack([x.sum() for x in lane.logprobs]).sum())
+                if where == "last line" and rank == 1:
+                    raise Mistake("of rank 1")
+    except (Mistake, RankFailedError) as error:
+        raised = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    after = held.gradients()
+    unchanged = all(torch.equal(after[name], entry[name]) for name in entry)  # type: ignore[arg-type]
+    pages = runtime._engine.store.pages_in_use()
+    for parameter in held.model.parameters():
+        parameter.grad = None
+    paged_groups(runtime, mine)
+    found = held.gradients()
+    want, _ = plain_training(reference, UNEQUAL, 1)
+    return {
+        "raised": raised,
+        "seconds": seconds,
+        "unchanged": unchanged,
+        "pages": pages,
+        "error": max(relative(found, want).values()),
+    }
+
+
+@pytest.mark.parametrize("where", ["loss", "between transactions", "last line"])
+@BY_WRAP
+def test_a_rank_fails(two: Pool, wrap: str, where: str) -> None:
+    first, second = two.run(fail_then_step, wrap, where)
+    assert second["raised"] == "Mistake: of rank 1"
+    assert first["raised"].startswith("RankFailedError: rank 1 failed")
+    assert "Mistake: of rank 1" in first["raised"]
+    for one in (first, second):
+        assert one["seconds"] < 5
+        assert one["unchanged"], "a gradient was touched"
+        assert one["pages"] == 0
+        assert one["error"] <= 1e-5
+
+
+def swallow(rank: int, world: int, wrap: str) -> tuple[str, str]:
+    """Rank 1 swallows its error within `accumulate()` and goes on."""
+    function, config = WRAPS[wrap]
+    held = function(build_kind("qwen3"))
+    runtime = Runtime(held.model, SMALL | config)
+    group = groups_of(UNEQUAL, 0)[rank][0]
+    inner = outer = ""
+    try:
+        with runtime.accumulate():
+            if rank == 1:
+                try:
+                    with runtime.transaction(group.prompt):
+                        raise Mistake("swallowed")
+                except Mistake:
+                    pass
+            try:
+                with runtime.transaction(group.prompt) as txn:
+                    replay_group(txn, group)
+            except TransactionStateError as error:
+                inner = str(error)
+    except RankFailedError as error:
+        outer = str(error)
+    assert all(p.grad is None for p in held.model.parameters())
+    return inner, outer
+
+
+@BY_WRAP
+def test_an_error_that_is_swallowed_still_fails_the_step(two: Pool, wrap: str) -> None:
+    (_, first), (inner, second) = two.run(swallow, wrap)
+    assert "swallowed" in first
+    assert "swallowed" in second
+    assert "leave accumulate()" in inner
