@@ -59,7 +59,7 @@ def attend(
     io = forward.layer(latent_spec(layer, q_SHC, rows_SC, value_dim, index))
     pages = _LatentPages(io)
     if io.output_unused:
-        out = latent_state_only(rows_SC, (*q_SHC.shape[:2], value_dim), pages)
+        out = latent_state_only(q_SHC, rows_SC, pages, value_dim=value_dim)
     else:
         selection = select(io, index) if sparse else None
         out = latent_attention(

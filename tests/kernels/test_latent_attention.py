@@ -119,7 +119,8 @@ def test_a_kept_output_is_not_computed_again() -> None:
 def test_state_only_gives_zeros_and_passes_on_what_later_tokens_left() -> None:
     x = make(4, 5)
     left = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    out = latent_state_only(x["own"], (5, HEADS, VALUE_DIM), DensePages(x["rows"], 5, own=left))
+    out = latent_state_only(x["q"], x["own"], DensePages(x["rows"], 5, own=left), value_dim=VALUE_DIM)
+    assert out.shape == (5, HEADS, VALUE_DIM)
     assert not out.any()
     (down,) = torch.autograd.grad(out, [x["own"]], torch.zeros_like(out))
     assert torch.equal(down, left)

@@ -73,9 +73,9 @@ def latent_attention(
     return _PagedLatent.apply(q_SHC, own_SC, selection_SK, tuple(lengths), pages, value_dim, scale)
 
 
-def latent_state_only(own_SC: Tensor, shape: Sequence[int], pages: LatentPages) -> Tensor:
-    """Zeros of `shape` in the place of an output that nobody reads, while the rows still receive their gradient."""
-    return _StateOnly.apply(own_SC, tuple(shape), pages)
+def latent_state_only(q_SHC: Tensor, own_SC: Tensor, pages: LatentPages, *, value_dim: int) -> Tensor:
+    """The attention of a layer whose output nobody reads: zeros out, while the rows still receive their gradient."""
+    return _StateOnly.apply(q_SHC, own_SC, pages, value_dim)
 
 
 class _PagedLatent(torch.autograd.Function):
@@ -201,16 +201,16 @@ def _branches(lengths: Sequence[int]) -> list[slice]:
 
 class _StateOnly(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, shape: tuple[int, ...], pages: LatentPages) -> Tensor:
+    def forward(ctx: Any, q: Tensor, own: Tensor, pages: LatentPages, value_dim: int) -> Tensor:
         ctx.pages, ctx.like = pages, (own.shape, own.dtype, own.device)
-        return own.new_zeros(shape)
+        return q.new_zeros(*q.shape[:2], value_dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         shape, dtype, device = ctx.like
         down = torch.zeros(shape, dtype=dtype, device=device)
         _add_own_gradient(ctx.pages, down)
-        return down, None, None
+        return None, down, None, None
 
 
 def _add_own_gradient(pages: LatentPages, down: Tensor) -> None:
