@@ -70,13 +70,27 @@ def _attention(
         query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     index: int = module.layer_idx  # type: ignore[assignment]
-    if sliding_window is None:
+    if sliding_window is None or _never_slides(module, forward, sliding_window):
         out = attend(forward, index, query, key, value, scale, softcap=softcap, sinks_H=s_aux)
     else:
         out = attend_window(
             forward, index, query, key, value, scale, window=sliding_window, softcap=softcap, sinks_H=s_aux
         )
     return out.transpose(1, 2), None
+
+
+def _never_slides(module: nn.Module, forward: ForwardPass, window: int) -> bool:
+    """Whether the window covers the model's whole context, so that plain attention is the same and keeps less state."""
+    config: Any = getattr(module, "config", None)
+    if config is None or window < config.max_position_embeddings:
+        return False
+    longest = forward.prefix_rows + max(forward.lengths)
+    if longest > window:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has a sliding window of {window} tokens, its whole context, and is given a row of "
+            f"{longest}; shorten the prompt or the responses"
+        )
+    return True
 
 
 def _refuse(module: nn.Module, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:

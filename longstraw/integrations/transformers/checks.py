@@ -114,6 +114,22 @@ def _decoder_layers(model: PreTrainedModel, config: Any) -> nn.ModuleList:
     return lists[0]
 
 
+def refuse_router_terms(model: nn.Module, config: Any) -> None:
+    """Raises UnsupportedModelError if a router of experts is asked for more than to route."""
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            "config.output_router_logits is True, which asks for the routers' auxiliary loss: it couples every token of "
+            "the prompt and of all responses, and is not supported yet; set it to False (the experts' balance is then "
+            "left to the loss itself)"
+        )
+    for name, module in model.named_modules() if model.training else ():
+        if getattr(module, "jitter_noise", 0):
+            raise UnsupportedModelError(
+                f"{name}.jitter_noise is {module.jitter_noise}: a captured token would be routed differently when it is "
+                "swept; set it to 0, or call model.eval()"
+            )
+
+
 def refuse_dropout(model: nn.Module, config: Any) -> None:
     """Raises UnsupportedModelError if a dropout is active: a replayed prompt would draw other masks than its capture."""
     for name, module in model.named_modules():
