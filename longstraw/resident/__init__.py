@@ -1,5 +1,6 @@
 """Who owns the prompt's state: kinds of state, pages and their moves, placement over tiers, leases."""
 
+from longstraw.resident.footprint import Footprint, footprint_of
 from longstraw.resident.lease import Access, Lease, LeasePhase
 from longstraw.resident.page import MOVES, Page, PageState
 from longstraw.resident.placement import PlacedRun, Reservation, TierBudget, place
@@ -11,6 +12,7 @@ __all__ = [
     "MOVES",
     "Access",
     "Field",
+    "Footprint",
     "Lease",
     "LeasePhase",
     "Page",
@@ -23,5 +25,6 @@ __all__ = [
     "State",
     "StateKind",
     "TierBudget",
+    "footprint_of",
     "place",
 ]

@@ -14,7 +14,7 @@ from longstraw.runtime.carried import carried_in, carried_out
 from longstraw.runtime.layer_spec import LayerSpec, StateSpec
 from longstraw.runtime.passes import ForwardPass
 
-RECURRENT, WINDOW = "recurrent", "window"
+RECURRENT, WINDOW = "recurrent", "convolution"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

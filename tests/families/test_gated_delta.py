@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from longstraw import Runtime
 from longstraw.errors import UnsupportedModelError
 from longstraw.integrations.transformers.families import gated_delta as family
 from longstraw.kernels.gated_delta.naive import naive_delta_rule
 from longstraw.runtime import gated_delta as glue
+from tests.families.delta_models import KINDS, MODULES, build, multimodal
 from tests.parity.models import (
-    VOCABULARY,
     add_lora,
     assert_idle,
     assert_parity,
@@ -28,67 +27,12 @@ from tests.parity.models import (
     make_group,
     paged_step,
     plain_step,
-    randomize,
     replay_group,
     settings,
     worst,
 )
 
-MODULES = {
-    "qwen3_next": "qwen3_next",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5_moe",
-}
-"""Model types, and where transformers keeps their modeling code."""
-
-KINDS = sorted(MODULES)
-WINDOW = 3
 LENGTHS = (7, 1, 12, 2, 3)
-
-
-def build(
-    kind: str = "qwen3_5_text", layers: str = "LLAL", *, dtype: torch.dtype = torch.float64, **config: Any
-) -> Any:
-    """A random hybrid; `layers` has an L for each gated-delta layer and an A for each attention layer."""
-    names = {"L": "linear_attention", "A": "full_attention"}
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": len(layers),
-        "layer_types": [names[letter] for letter in layers],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 6,
-        "linear_conv_kernel_dim": WINDOW + 1,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
-    }
-    if kind.startswith("qwen3_5"):
-        sizes["rope_parameters"]["mrope_section"] = [1, 1, 0]
-    if kind in ("qwen3_next", "qwen3_5_moe_text"):
-        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-        sizes |= {"shared_expert_intermediate_size": 12}
-    # torch's grouped matrix product has no float64.
-    options = {"experts_implementation": "eager"} if "num_experts" in sizes else {}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(sizes | config)), **options)
-    randomize(model)
-    remember(model)
-    return model.to(dtype).train()
-
-
-def remember(model: nn.Module) -> None:
-    """Decays near 1, so that the first token of a prompt still counts at its end."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5 - 4)
 
 
 @pytest.fixture
@@ -156,15 +100,7 @@ class TestExact:
     @pytest.mark.parametrize("checkpoint", [False, True], ids=["kept", "checkpointed"])
     @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
     def test_lora_on_a_frozen_base(self, kind: str, checkpoint: bool) -> None:
-        linears = [
-            "in_proj_qkv",
-            "in_proj_qkvz",
-            "in_proj_ba",
-            "in_proj_a",
-            "out_proj",
-            "q_proj",
-            "shared_expert.up_proj",
-        ]
+        linears = ["in_proj_qkv", "in_proj_qkvz", "in_proj_ba", "in_proj_a", "out_proj", "q_proj"]
         model = add_lora(build(kind, "LAL"), target_modules=linears)
         assert sum("in_proj" in name and p.requires_grad for name, p in model.named_parameters()) >= 4
         check_exact(model, [make_group(lengths=LENGTHS)], settings(replay={"checkpoint": checkpoint}))
@@ -187,7 +123,7 @@ class TestExact:
     def test_text_part_of_a_multimodal_class(self, kind: str) -> None:
         check_exact(multimodal(kind), [make_group(lengths=LENGTHS)])
 
-    @pytest.mark.parametrize("state", ["recurrent", "window"])
+    @pytest.mark.parametrize("state", ["recurrent", "convolution"])
     def test_a_state_without_its_gradient_is_noticed(self, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
         handed_on = glue.carried_out
 
@@ -198,7 +134,7 @@ class TestExact:
         with pytest.raises(Exception, match=r"the schedule is"):
             check_exact(build(layers="LA"), [make_group(lengths=LENGTHS)])
 
-    @pytest.mark.parametrize("state", ["recurrent", "window"])
+    @pytest.mark.parametrize("state", ["recurrent", "convolution"])
     def test_a_state_that_is_not_handed_on_is_noticed(self, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
         read = glue.carried_in
 
@@ -209,22 +145,6 @@ class TestExact:
         monkeypatch.setattr(glue, "carried_in", blank)
         with pytest.raises(AssertionError):
             check_exact(build(layers="LA"), [make_group(lengths=LENGTHS)])
-
-
-def multimodal(kind: str) -> Any:
-    text = build(f"{kind}_text", "LA").config.to_dict()
-    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision)
-    classes = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[kind]
-    model = getattr(classes, f"{name}ForConditionalGeneration")(config)
-    if kind == "qwen3_5_moe":
-        model.set_experts_implementation("eager")
-    randomize(model)
-    remember(model)
-    for parameter in model.model.visual.parameters():
-        parameter.requires_grad_(False)
-    return model.double().train()
 
 
 def rechunked(monkeypatch: pytest.MonkeyPatch, kind: str, size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longstraw.integrations.transformers.families.family import Family
-from longstraw.integrations.transformers.families.layers import refuse_layer
+from longstraw.integrations.transformers.families.layers import attention_spec, refuse_layer
 
 FAMILY = Family(
     name="dense",
@@ -20,4 +20,5 @@ FAMILY = Family(
         }
     ),
     refuse=refuse_layer,
+    spec=attention_spec,
 )

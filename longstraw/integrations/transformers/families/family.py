@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from longstraw.runtime.layer_spec import LayerSpec
 from longstraw.runtime.passes import ForwardPass
 
 
@@ -19,6 +21,8 @@ class Family:
         name: for messages.
         attention_classes: names of the transformers classes of its attention modules.
         refuse: given an attention module and the model's text config, why it cannot be carried, or None.
+        spec: given an attention module (its weights are not looked at), the model's text config and the activations'
+            dtype, what the layer keeps.
         head_softcap_key: the text config's key of c, where the model puts c * tanh(logit / c) behind its LM head.
         exchange: given an attention module and a pass, the forward that the module runs in that pass; None for modules
             that call transformers' attention interface with what the runtime carries.
@@ -27,5 +31,6 @@ class Family:
     name: str
     attention_classes: frozenset[str]
     refuse: Callable[[nn.Module, Any], str | None]
+    spec: Callable[[nn.Module, Any, torch.dtype], LayerSpec]
     head_softcap_key: str | None = None
     exchange: Callable[[nn.Module, ForwardPass], Callable[..., Any]] | None = None

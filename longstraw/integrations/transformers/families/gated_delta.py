@@ -12,10 +12,12 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from longstraw.errors import UnsupportedModelError
-from longstraw.integrations.transformers.families import dense
 from longstraw.integrations.transformers.families.family import Family
+from longstraw.integrations.transformers.families.layers import attention_spec, refuse_layer
 from longstraw.kernels.gated_delta import choose_rule
-from longstraw.runtime.gated_delta import DeltaInputs, DeltaShape, mix
+from longstraw.kernels.gated_delta.chunked import ChunkedRule
+from longstraw.runtime.gated_delta import DeltaInputs, DeltaShape, delta_spec, mix
+from longstraw.runtime.layer_spec import LayerSpec
 from longstraw.runtime.passes import ForwardPass
 
 # What a mixer may be given and need not look at: a pass has no cache, no padding, and its own branch borders.
@@ -40,6 +42,18 @@ def _refuse(mixer: nn.Module, config: Any) -> str | None:
             "from a carried window (leave conv1d out of the adapter's target_modules)"
         )
     return None
+
+
+def _spec(mixer: nn.Module, config: Any, dtype: torch.dtype) -> LayerSpec:
+    shape = _shape(mixer)
+    index: int = mixer.layer_idx  # type: ignore[assignment]
+    rows = torch.empty(1, shape.channels, dtype=dtype, device="meta")
+    gates = torch.empty(1, shape.num_v_heads, dtype=torch.float32, device="meta")
+    weight = torch.empty(shape.channels, shape.kernel, dtype=dtype, device="meta")
+    inputs = DeltaInputs(
+        mixed_SC=rows, g_SV=gates, beta_SV=gates, conv_weight_CK=weight, conv_bias_C=None, activation=F.silu
+    )
+    return delta_spec(index, shape, inputs, ChunkedRule())
 
 
 def _exchange(mixer: nn.Module, forward: ForwardPass) -> Callable[..., Tensor]:
@@ -100,11 +114,13 @@ MIXER = Family(
     name="gated delta",
     attention_classes=frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"}),
     refuse=_refuse,
+    spec=_spec,
     exchange=_exchange,
 )
 
 ATTENTION = Family(
     name="gated attention",
     attention_classes=frozenset({"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"}),
-    refuse=dense.FAMILY.refuse,
+    refuse=refuse_layer,
+    spec=attention_spec,
 )

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from longstraw.integrations.transformers.families.family import Family
-from longstraw.integrations.transformers.families.layers import refuse_layer
+from longstraw.integrations.transformers.families.layers import attention_spec, refuse_layer
 
-FAMILY = Family(name="gpt-oss", attention_classes=frozenset({"GptOssAttention"}), refuse=refuse_layer)
+FAMILY = Family(
+    name="gpt-oss",
+    attention_classes=frozenset({"GptOssAttention"}),
+    refuse=refuse_layer,
+    spec=attention_spec,
+)

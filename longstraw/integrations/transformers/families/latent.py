@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from longstraw.errors import UnsupportedModelError
 from longstraw.integrations.transformers.families.family import Family
 from longstraw.integrations.transformers.linear import matrix_parts
-from longstraw.runtime.latent import attend
+from longstraw.runtime.latent import attend, latent_spec
+from longstraw.runtime.layer_spec import LayerSpec
 from longstraw.runtime.passes import ForwardPass
+from longstraw.runtime.selection import Index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +97,17 @@ def refuse_latent(attention: Any, config: Any) -> str | None:
     return None
 
 
+def latent_layer(attention: Any, dtype: torch.dtype, index: Index | None = None) -> LayerSpec:
+    """What a layer of latent attention keeps; with an `index`, its keys too."""
+    width = attention.kv_lora_rank + attention.qk_rope_head_dim
+    q_SHC = torch.empty(1, attention.num_heads, width, dtype=dtype, device="meta")
+    return latent_spec(attention.layer_idx, q_SHC, q_SHC[:, 0], attention.kv_lora_rank, index)
+
+
+def _spec(attention: nn.Module, config: Any, dtype: torch.dtype) -> LayerSpec:
+    return latent_layer(attention, dtype)
+
+
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -127,5 +140,6 @@ FAMILY = Family(
         {"AXK1Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention", "YoutuAttention"},
     ),
     refuse=refuse_latent,
+    spec=_spec,
     exchange=_exchange,
 )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longstraw.integrations.transformers.families.family import Family
 from longstraw.integrations.transformers.families.latent import (
+    latent_layer,
     latents,
     project_out,
     refuse_latent,
@@ -17,6 +18,7 @@ from longstraw.integrations.transformers.families.latent import (
     rotation,
 )
 from longstraw.runtime.latent import attend
+from longstraw.runtime.layer_spec import LayerSpec
 from longstraw.runtime.passes import ForwardPass
 from longstraw.runtime.selection import Index
 
@@ -89,9 +91,25 @@ def _refuse(attention: Any, config: Any) -> str | None:
     return refuse_latent(attention, config)
 
 
+def _spec(attention: Any, config: Any, dtype: torch.dtype) -> LayerSpec:
+    indexer = attention.indexer
+    if indexer is None:
+        return latent_layer(attention, dtype)
+    q_SHD = torch.empty(1, indexer.n_heads, indexer.head_dim, dtype=dtype, device="meta")
+    index = Index(
+        q_SHD=q_SHD,
+        keys_SD=q_SHD[:, 0],
+        weights_SH=torch.empty(1, indexer.n_heads, device="meta"),
+        scale=indexer.softmax_scale,
+        top_k=indexer.index_topk,
+    )
+    return latent_layer(attention, dtype, index)
+
+
 FAMILY = Family(
     name="sparse latent",
     attention_classes=frozenset(_INDEX_ROTATION),
     refuse=_refuse,
+    spec=_spec,
     exchange=_exchange,
 )
