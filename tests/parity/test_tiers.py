@@ -48,6 +48,14 @@ def test_bitwise_the_same_on_every_tier(place: str, dtype: torch.dtype, checkpoi
     assert all(torch.equal(a, b) for a, b in zip(found_lists, expected_lists, strict=True))
 
 
+@pytest.mark.parametrize("place", ["host", "nvme", "all"])
+def test_kept_attention_outputs_are_the_same_on_every_tier(place: str, tmp_path: Path) -> None:
+    model, keep = build("llama", dtype=torch.bfloat16), {"keep_attention": "always", "chunk_tokens": 23}
+    expected, _, _ = run(copy.deepcopy(model), "device", tmp_path, capture=keep)
+    found, _, _ = run(model, place, tmp_path, capture=keep)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("lookahead", [1, 2, 7])
 def test_lookahead_changes_no_bit(lookahead: int, tmp_path: Path) -> None:
     model = build("llama")

@@ -28,7 +28,7 @@ GROUP = make_group(61, (7, 1, 12, 5))
 
 
 def optimizer_step(model: Any) -> None:
-    """One step of SGD on random gradients, `.grad` left empty."""
+    """One step of SGD on gradients of one, `.grad` left empty."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     for p in model.parameters():
         if p.requires_grad:
