@@ -95,7 +95,7 @@ def test_the_ordinary_step_has_plain_autograds_gradient(model: Any) -> None:
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
     assert compare_gradients(clone_gradients(model), reference)[0].relative < 1e-5
     assert not model.training
-    assert not model.is_gradient_checkpointing
+    assert not model.model.layers[0].gradient_checkpointing
     model.zero_grad()
 
 

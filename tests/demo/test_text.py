@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,32 +11,17 @@ from longstraw.demo.text import Task, make_task
 from longstraw.errors import ConfigError
 
 
-class Letters:
-    """One token a character."""
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-        assert not add_special_tokens
-        return {"input_ids": [ord(letter) for letter in text]}
-
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        assert not tokenize
-        assert add_generation_prompt
-        return f"<user>{messages[0]['content']}<assistant>"
-
-
 def text_of(task: Task) -> str:
     return "".join(chr(token) for token in task.prompt_ids.tolist())
 
 
-def make(prompt_tokens: int, seed: int = 0) -> Task:
-    tokenizer: Any = Letters()
-    return make_task(tokenizer, prompt_tokens, seed)
+@pytest.fixture
+def make(letters: Any) -> Callable[..., Task]:
+    return lambda prompt_tokens, seed=0: make_task(letters, prompt_tokens, seed)
 
 
 @pytest.mark.parametrize("prompt_tokens", [300, 5000, 100_000])
-def test_length_fact_and_question(prompt_tokens: int) -> None:
+def test_length_fact_and_question(make: Callable[..., Task], prompt_tokens: int) -> None:
     task = make(prompt_tokens)
     text = text_of(task)
     assert task.prompt_ids.shape == (prompt_tokens,)
@@ -45,12 +31,12 @@ def test_length_fact_and_question(prompt_tokens: int) -> None:
     assert len(task.code) == 4
 
 
-def test_seeds() -> None:
+def test_seeds(make: Callable[..., Task]) -> None:
     assert text_of(make(2000, seed=1)) == text_of(make(2000, seed=1))
     assert text_of(make(2000, seed=1)) != text_of(make(2000, seed=2))
 
 
-def test_too_short_says_what_is_enough() -> None:
+def test_too_short_says_what_is_enough(make: Callable[..., Task]) -> None:
     with pytest.raises(ConfigError, match=r"--prompt-tokens 20 .* at least \d+") as caught:
         make(20)
     least = int(str(caught.value).rsplit(" ", 1)[1])
@@ -59,7 +45,7 @@ def test_too_short_says_what_is_enough() -> None:
         make(least - 1)
 
 
-def test_too_long_says_how_much_there_is() -> None:
+def test_too_long_says_how_much_there_is(make: Callable[..., Task]) -> None:
     with pytest.raises(ConfigError, match=r"use at most \d+") as caught:
         make(10_000_000)
     most = int(str(caught.value).rsplit(" ", 1)[1])
