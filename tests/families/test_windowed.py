@@ -1,0 +1,350 @@
+"""Windows, sinks, soft caps and experts: every gradient against plain autograd on unpadded rows."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longstraw import Runtime
+from longstraw.errors import UnsupportedModelError
+from longstraw.integrations.transformers import adapter as adapter_module
+from longstraw.resident.state import StateKind
+from tests.families.windowed_models import KINDS, WINDOW, windowed_model
+from tests.parity.models import (
+    add_lora,
+    assert_idle,
+    assert_parity,
+    check_parity,
+    gradients,
+    make_group,
+    paged_step,
+    plain_step,
+    replay_group,
+    settings,
+    worst,
+)
+from tests.parity.test_saved_bytes import SavedBytes
+from tests.parity.test_tiers import tiers_of
+
+CHECKPOINT = pytest.mark.parametrize("checkpoint", [False, True], ids=["kept", "checkpointed"])
+GROUP = make_group(61, (7, 1, 12, 2, 3))
+ONE_OF_EACH = pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "mistral", "qwen3_moe-windowed"])
+EXPERTS = pytest.mark.parametrize("kind", ["gpt_oss", "mixtral", "qwen3_moe"])
+
+
+@CHECKPOINT
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_family(kind: str, checkpoint: bool) -> None:
+    check_parity(windowed_model(kind), [GROUP], settings(replay={"checkpoint": checkpoint}))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gpt_oss", "mistral"])
+def test_eager_attention_is_the_same_reference(kind: str) -> None:
+    # transformers' eager softmax of a Gemma or Mistral computes in float32, whatever the model's dtype.
+    model = windowed_model(kind, oracle=False, attn_implementation="eager")
+    check_parity(model, [GROUP], tolerance=1e-6 if kind == "gpt_oss" else 2e-5)
+    assert model.config._attn_implementation == "eager"
+
+
+# The window's edge. P - 1 tokens are captured, W - 1 are kept.
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "mistral"])
+@pytest.mark.parametrize("chunk", [3, 200])
+@pytest.mark.parametrize("prompt_tokens", [1, 2, 3, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2, 2 * WINDOW])
+def test_prompts_around_the_window(kind: str, chunk: int, prompt_tokens: int) -> None:
+    group = make_group(prompt_tokens, (3, 1, WINDOW + 2, 2))
+    check_parity(windowed_model(kind), [group], settings(capture={"chunk_tokens": chunk}))
+
+
+@ONE_OF_EACH
+@pytest.mark.parametrize("chunk", [1, 4, WINDOW - 1, WINDOW, WINDOW + 1, 16])
+def test_chunks_around_the_window(kind: str, chunk: int) -> None:
+    group = make_group(30, (3, 1, 9))
+    check_parity(windowed_model(kind), [group], settings(capture={"chunk_tokens": chunk}))
+
+
+@CHECKPOINT
+@pytest.mark.parametrize("window", [2, 3, 29, 30, 31, 100])
+def test_windows(window: int, checkpoint: bool) -> None:
+    config = settings(capture={"chunk_tokens": 8}, replay={"checkpoint": checkpoint})
+    check_parity(windowed_model("gemma3", window=window), [make_group(31, (3, 1, 9))], config)
+
+
+def test_a_gradient_that_does_not_stay_in_the_window_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longstraw.kernels.windowed import attention
+
+    def forgetful(state: Any, dk: Tensor, dv: Tensor, d_window_k: Tensor, d_window_v: Tensor) -> None:
+        slide, arrived = state.slide, state.next_gradient()
+        if arrived is not None:
+            for own, gradient in zip((dk, dv), arrived, strict=True):
+                own[:, :, slide.own - slide.entering :] += gradient[:, :, slide.staying :]
+        state.add_gradient(d_window_k, d_window_v)
+
+    model = windowed_model("mistral")
+    reference = copy.deepcopy(model)
+    plain_step(reference, [GROUP])
+    monkeypatch.setattr(attention, "_pass_on", forgetful)
+    paged_step(Runtime(model, settings(capture={"chunk_tokens": 3})), [GROUP])
+    assert worst(model, reference)[0][0] > 1e-3
+
+
+# What is kept
+
+
+def test_a_windowed_layer_keeps_its_last_rows_and_nothing_more() -> None:
+    runtime = Runtime(windowed_model("gemma2"), settings())
+    layers = runtime._engine.adapter.profile().layers
+    assert [layer.states[0].kind for layer in layers] == [StateKind.CARRIED, StateKind.TOKEN, StateKind.CARRIED]
+    assert [field.shape for field in layers[0].states[0].fields] == [(WINDOW - 1, 2, 8)] * 2
+    assert len(layers[0].states) == 1
+
+
+def test_the_bytes_of_windowed_layers_do_not_grow_with_the_prompt() -> None:
+    held = []
+    for prompt_tokens in (30, 300):
+        group = make_group(prompt_tokens, (3, 1))
+        runtime = Runtime(windowed_model("mistral"), settings(gradient={"prompt": "detached"}))
+        with runtime.transaction(group.prompt) as txn:
+            replay_group(txn, group)
+        held.append(sum(txn.report.tier_bytes.values()))
+    assert held[0] == held[1] > 0
+
+
+def test_a_window_over_the_whole_context_is_plain_attention() -> None:
+    model = windowed_model("phi3", window=512)
+    runtime = check_parity(model, [GROUP])
+    assert {spec.kind for layer in runtime._engine.adapter.profile().layers for spec in layer.states} == {
+        StateKind.TOKEN
+    }
+    with pytest.raises(UnsupportedModelError, match="window of 512 tokens.*row of 513"):
+        paged_step(runtime, [make_group(512, (2,))])
+
+
+@CHECKPOINT
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_saved_bytes_do_not_grow_with_the_prompt(kind: str, checkpoint: bool) -> None:
+    figures = []
+    for prompt_tokens in (65, 513):
+        model = windowed_model(kind, oracle=False, max_position_embeddings=1024)
+        config = settings(capture={"chunk_tokens": 32}, replay={"checkpoint": checkpoint}, pages={"block_tokens": 512})
+        group = make_group(prompt_tokens, (7, 1, 12))
+        with Runtime(model, config) as runtime, runtime.transaction(group.prompt) as txn:
+            with SavedBytes(model) as replay:
+                replay_group(txn, group)
+            with SavedBytes(model) as sweep:
+                txn.sweep()
+        figures.append((replay.peak, sweep.peak))
+    for short, long in zip(*figures, strict=True):
+        assert 0 < long <= 1.05 * short, figures
+
+
+# How it is run
+
+
+@ONE_OF_EACH
+@pytest.mark.parametrize("place", ["nvme", "all"])
+def test_bitwise_the_same_on_every_tier(kind: str, place: str, tmp_path: Path) -> None:
+    found = []
+    for where in ("device", place):
+        model = windowed_model(kind)
+        with Runtime(model, settings(tiers=tiers_of(where, tmp_path))) as runtime:
+            with runtime.transaction(GROUP.prompt) as txn:
+                scored = txn.score(GROUP.responses)
+                replayed = replay_group(txn, GROUP)
+            assert_idle(runtime)
+        assert all(torch.equal(a, b) for a, b in zip(scored, replayed, strict=True)), "score is not the first replay"
+        found.append(gradients(model))
+    first, second = found
+    for name, gradient in first.items():
+        assert gradient is not None
+        assert torch.equal(gradient, second[name]), name  # type: ignore[arg-type]
+
+
+@CHECKPOINT
+@ONE_OF_EACH
+def test_lora(kind: str, checkpoint: bool) -> None:
+    # On an MLP's names PEFT adapts the experts' stacked parameters too.
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    model = add_lora(windowed_model(kind), target_modules=targets)
+    check_parity(model, [make_group(30, (7, 1, 4))], settings(replay={"checkpoint": checkpoint}))
+
+
+@pytest.mark.parametrize("trained", ["layers.0.", "layers.1.", "layers.2.", "sinks", "q_proj", "k_proj", "norm"])
+def test_some_parameters_frozen(trained: str) -> None:
+    model = windowed_model("gpt_oss")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    check_parity(model, [make_group(30, (7, 1, 4))], settings(capture={"chunk_tokens": 5}))
+
+
+def test_several_groups_with_temperature_and_entropy_behind_soft_caps() -> None:
+    groups = [GROUP, make_group(2, (3, 1, 2), 1), make_group(WINDOW, (1, 8, 2), 2)]
+    replay = {"temperature": 0.7, "entropy": True, "logit_block_tokens": 3}
+    model = windowed_model("gemma2")
+    check_parity(model, groups, settings(replay=replay))
+    assert model.config.final_logit_softcapping == 3.0
+
+
+@ONE_OF_EACH
+def test_detached_mode_leaves_the_prompt_out(kind: str) -> None:
+    model = windowed_model(kind)
+    reference = copy.deepcopy(model)
+    plain_step(reference, [GROUP])
+    paged_step(Runtime(model, settings(gradient={"prompt": "detached"})), [GROUP])
+    assert worst(model, reference)[0][0] > 1e-2
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "linear"])
+def test_a_rotary_scaling_for_one_layer_type(rope_type: str) -> None:
+    scaled = {"rope_type": rope_type, "rope_theta": 10_000.0, "factor": 4.0}
+    plain = {"rope_type": "default", "rope_theta": 500.0}
+    model = windowed_model(
+        "gemma3", max_position_embeddings=40, rope_parameters={"full_attention": scaled, "sliding_attention": plain}
+    )
+    check_parity(model, [GROUP], row_tokens=80)
+
+
+# Soft caps of the logits
+
+
+def test_the_models_own_soft_cap_is_back_after_a_failure() -> None:
+    model = windowed_model("gemma2")
+    with pytest.raises(RuntimeError, match="mine"), Runtime(model, settings()).transaction(GROUP.prompt) as txn:
+        for _ in txn.replay(GROUP.responses):
+            assert model.config.final_logit_softcapping == 3.0, "outside a pass the model is the user's own"
+            raise RuntimeError("mine")
+    assert model.config.final_logit_softcapping == 3.0
+
+
+def test_a_soft_cap_that_is_left_out_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = adapter_module.head_output
+    monkeypatch.setattr(adapter_module, "head_output", lambda *args: original(*args[:4], None))
+    model = windowed_model("gemma2")
+    with pytest.raises(AssertionError):
+        check_parity(model, [GROUP])
+
+
+# Experts
+
+
+class Routes:
+    """Within it, the experts of every token that a router sees, call by call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[tuple[str, Tensor]] = []
+        self._routers = [(n, m) for n, m in model.named_modules() if type(m).__name__.endswith("TopKRouter")]
+        assert len(self._routers) == 3
+
+    def __enter__(self) -> Routes:
+        self._hooks = [
+            router.register_forward_hook(
+                lambda module, args, output, name=name: self.calls.append((name, output[2].clone()))
+            )
+            for name, router in self._routers
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def by_router(self) -> dict[str, list[Tensor]]:
+        return {name: [chosen for at, chosen in self.calls if at == name] for name, _ in self._routers}
+
+
+@CHECKPOINT
+@EXPERTS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_the_sweep_routes_as_the_capture_did(kind: str, dtype: torch.dtype, checkpoint: bool) -> None:
+    model = windowed_model(kind).to(dtype)
+    runtime = Runtime(model, settings(replay={"checkpoint": checkpoint}))
+    runtime._engine.adapter.profile()
+    with Routes(model) as capture, runtime.transaction(GROUP.prompt) as txn:
+        captured = capture.by_router()
+        capture.calls.clear()
+        replay_group(txn, GROUP)
+        replayed = capture.by_router()
+        capture.calls.clear()
+        txn.sweep()
+        swept = capture.by_router()
+    for name, chunks in captured.items():
+        assert sum(len(chunk) for chunk in chunks) == len(GROUP.prompt) - 1, "something else than tokens was routed"
+        again = swept[name][::2] if checkpoint else swept[name]
+        assert all(torch.equal(a, b) for a, b in zip(again, chunks[::-1], strict=True)), name
+        if checkpoint:
+            assert all(torch.equal(a, b) for a, b in zip(swept[name][1::2], chunks[::-1], strict=True)), name
+    tokens = sum(len(response) for response in GROUP.responses)
+    for calls in replayed.values():
+        assert sum(map(len, calls)) == tokens * (2 if checkpoint else 1), "padding was routed"
+
+
+@EXPERTS
+def test_grouped_expert_products_are_used_where_the_model_has_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = windowed_model(kind).float()
+    reference = copy.deepcopy(model)
+    model.set_experts_implementation("grouped_mm")
+    calls = []
+    grouped = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(
+        torch.nn.functional, "grouped_mm", lambda *args, **kwargs: (calls.append(1), grouped(*args, **kwargs))[1]
+    )
+    plain_step(reference, [GROUP])
+    assert not calls
+    paged_step(Runtime(model, settings()), [GROUP])
+    assert calls
+    assert_parity(model, reference, 1e-3)
+
+
+# Refusals
+
+
+@EXPERTS
+def test_the_routers_auxiliary_loss_is_refused(kind: str) -> None:
+    model = windowed_model(kind, output_router_logits=True)
+    with pytest.raises(UnsupportedModelError, match="output_router_logits"):
+        Runtime(model, settings())
+    model.config.output_router_logits = False
+    runtime = Runtime(model, settings())
+    model.eval()
+    model.config.output_router_logits = True
+    with pytest.raises(UnsupportedModelError, match="output_router_logits"):
+        runtime.transaction(GROUP.prompt)
+
+
+def test_a_noisy_router_is_refused() -> None:
+    model = windowed_model("mixtral", router_jitter_noise=0.1)
+    with pytest.raises(UnsupportedModelError, match=r"mlp.jitter_noise is 0.1"):
+        Runtime(model, settings())
+    Runtime(model.eval(), settings())
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("mistral", {"sliding_window": 1}, "window of 1"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ("gemma3", {"use_bidirectional_attention": True}, "not causal"),
+    ],
+)
+def test_layers_that_cannot_be_carried(kind: str, change: dict[str, Any], message: str) -> None:
+    model = windowed_model(kind)
+    for key, value in change.items():
+        setattr(model.config, key, value)
+        for module in model.modules():
+            if key == "use_bidirectional_attention" and hasattr(module, "is_causal"):
+                module.is_causal = False
+    with pytest.raises(UnsupportedModelError, match=message):
+        Runtime(model, settings())
+
+
+def test_a_layer_type_that_disagrees_with_its_window() -> None:
+    model = windowed_model("gemma2")
+    model.config.layer_types = ["full_attention"] * 3
+    with pytest.raises(UnsupportedModelError, match="layer 0 is of type 'full_attention' but its sliding window is 7"):
+        Runtime(model, settings())
