@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longstraw import Runtime
+from longstraw import Runtime, state_bytes
 from longstraw.errors import UnsupportedModelError
 from longstraw.integrations.transformers import adapter as adapter_module
 from longstraw.resident.state import StateKind
@@ -122,6 +122,7 @@ def test_a_window_over_the_whole_context_is_plain_attention() -> None:
     assert {spec.kind for layer in runtime._engine.adapter.profile().layers for spec in layer.states} == {
         StateKind.TOKEN
     }
+    assert state_bytes(model.config, "float64").carried == {}
     with pytest.raises(UnsupportedModelError, match=r"window of 512 tokens.*row of 513"):
         paged_step(runtime, [make_group(512, (2,))])
 

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from longstraw.errors import TransactionStateError, UnsupportedModelError
+from longstraw.integrations.transformers.families.layers import covers_context
 from longstraw.runtime.kv import attend
 from longstraw.runtime.passes import ForwardPass
 from longstraw.runtime.window import attend_window
@@ -80,9 +81,8 @@ def _attention(
 
 
 def _never_slides(module: nn.Module, forward: ForwardPass, window: int) -> bool:
-    """Whether the window covers the model's whole context, so that plain attention is the same and keeps less state."""
-    config: Any = getattr(module, "config", None)
-    if config is None or window < config.max_position_embeddings:
+    """Whether plain attention does: it keeps a row a token, where such a window would be kept at each chunk boundary."""
+    if not covers_context(window, module.config):
         return False
     longest = forward.prefix_rows + max(forward.lengths)
     if longest > window:

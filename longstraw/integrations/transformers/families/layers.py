@@ -40,7 +40,14 @@ def attention_spec(attention: nn.Module, config: Any, dtype: torch.dtype) -> Lay
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     q, k = (torch.empty(1, count, 1, head_dim, dtype=dtype, device="meta") for count in (heads, kv_heads))
     window = _window(attention, config)
-    return kv_spec(index, q, k, k) if window is None else window_spec(index, q, k, k, window)
+    if window is None or covers_context(window, config):
+        return kv_spec(index, q, k, k)
+    return window_spec(index, q, k, k, window)
+
+
+def covers_context(window: int, config: Any) -> bool:
+    """Whether a window is as wide as the model's whole context, so that plain attention is the same."""
+    return bool(window >= config.max_position_embeddings)
 
 
 def _window(attention: nn.Module, config: Any) -> int | None:
