@@ -117,7 +117,7 @@ class _PagedLatent(torch.autograd.Function):
         q, own, selection, out, lse = ctx.saved_tensors
         wide = lse.dtype
         with torch.autocast(q.device.type, enabled=False):
-            grad = grad.to(q.dtype)
+            grad = grad.to(q.dtype).contiguous()
             delta = (grad.to(wide) * out.to(wide)).sum(-1)
             dq = torch.zeros(q.shape, dtype=wide, device=q.device)
             call = _Backward(grad, delta, q, lse, dq, selection, ctx.scale)
