@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from longstraw.config import Config
-from longstraw.integrations.accelerate import check_accelerator
+from longstraw.errors import UnsupportedModelError
+from longstraw.integrations.accelerate import check_accelerator, loss_scaling
 from longstraw.integrations.sharding import sharding_of
 from longstraw.integrations.transformers.adapter import TransformersAdapter
 from longstraw.runtime.adapter import ModelAdapter
@@ -21,8 +22,14 @@ def adapt(model: nn.Module, accelerator: Any | None, config: Config | None = Non
         ConfigError: the accelerator, or `config`, has a setting that the runtime would ignore.
     """
     config = config or Config()
-    scaler = None
+    scale = None
     if accelerator is not None:
         check_accelerator(accelerator)
-        scaler = getattr(accelerator, "scaler", None)
-    return TransformersAdapter(sharding_of(model, config.gradient, scaler), config.kernels.model_dump())
+        scale = loss_scaling(accelerator)
+    sharding = sharding_of(model, config.gradient, scale, accelerate=accelerator is not None)
+    if accelerator is not None and accelerator.num_processes > 1 and sharding.ranks is None:
+        raise UnsupportedModelError(
+            f"model: one of {accelerator.num_processes} processes has a model that no framework wraps, so that its "
+            "gradients would not be averaged; pass what accelerator.prepare(model, optimizer) returned"
+        )
+    return TransformersAdapter(sharding, config.kernels.model_dump())

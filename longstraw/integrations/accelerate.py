@@ -1,31 +1,46 @@
-"""accelerate: what of an `Accelerator` the runtime can work under."""
+"""accelerate: what of an `Accelerator` the runtime can work under, and what it expects of a loss."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from longstraw.errors import ConfigError, UnsupportedModelError
+from torch import Tensor
+
+from longstraw.errors import UnsupportedModelError
+
+_REFUSED = {
+    "MEGATRON_LM": "Megatron-LM; use FSDP2 or DeepSpeed",
+    "XLA": "XLA devices; use CUDA devices or CPUs",
+    "TP": "tensor parallelism; use FSDP2 or DeepSpeed",
+}
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Refuse what would be ignored or would give wrong gradients.
+    """Refuse what would give wrong gradients.
 
     Raises:
-        UnsupportedModelError: several processes, or float16 loss scaling.
-        ConfigError: gradient accumulation by the accelerator.
+        UnsupportedModelError: a distributed type that is not supported, or float8 training.
     """
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if accelerator.num_processes > 1 or kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+    if kind in _REFUSED:
+        raise UnsupportedModelError(f"accelerator with distributed type {kind}: {_REFUSED[kind]}")
+    if kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
         raise UnsupportedModelError(
-            f"accelerator with distributed type {kind} on {accelerator.num_processes} process(es): this version "
-            "finalizes gradients on one process only; launch with one process and no FSDP or DeepSpeed plugin"
+            "accelerator with FSDP1: set fsdp_version: 2 in the config file, or FullyShardedDataParallelPlugin("
+            "fsdp_version=2)"
         )
-    if getattr(accelerator, "scaler", None) is not None:
-        raise UnsupportedModelError(
-            "accelerator with mixed_precision='fp16': loss scaling is not supported; use mixed_precision='bf16'"
-        )
-    if accelerator.gradient_accumulation_steps != 1:
-        raise ConfigError(
-            f"accelerator: gradient_accumulation_steps={accelerator.gradient_accumulation_steps} would be ignored; "
-            "set it to 1 and put the groups of one optimizer step inside runtime.accumulate()"
-        )
+    if accelerator.mixed_precision == "fp8":
+        raise UnsupportedModelError("accelerator with mixed_precision='fp8'; use 'bf16' or 'no'")
+
+
+def loss_scaling(accelerator: Any) -> Callable[[Tensor], Tensor]:
+    """What `Accelerator.backward` does to a loss: a step's share of accumulated steps, and float16's loss scale."""
+
+    def scale(loss: Tensor) -> Tensor:
+        if accelerator.gradient_accumulation_steps != 1:
+            loss = loss / accelerator.gradient_accumulation_steps
+        scaler = getattr(accelerator, "scaler", None)
+        return loss if scaler is None else scaler.scale(loss)
+
+    return scale

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from longstraw.collectives import Ranks, all_reduce_mean
-from longstraw.integrations.plain import PlainSharding
+from longstraw.integrations.plain import LossScale, PlainSharding
 from longstraw.runtime.ledger import add_to_gradients, sum_dtype
 
 
@@ -25,8 +24,8 @@ class DdpSharding(PlainSharding):
 
     name = "DDP"
 
-    def __init__(self, model: DistributedDataParallel, *, wide: bool, scaler: Any | None = None) -> None:
-        super().__init__(model, wide=wide, scaler=scaler)
+    def __init__(self, model: DistributedDataParallel, *, wide: bool, scale: LossScale | None = None) -> None:
+        super().__init__(model, wide=wide, scale=scale)
         self._group = model.process_group
         self.ranks = Ranks(dist.get_process_group_ranks(self._group))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from longstraw.collectives import Ranks
 from longstraw.errors import UnsupportedModelError
-from longstraw.integrations.plain import PlainSharding
+from longstraw.integrations.plain import LossScale, PlainSharding
 from longstraw.runtime.ledger import add_to_gradients, sum_dtype
 from longstraw.runtime.sharding import WeightPrint
 
@@ -40,9 +39,10 @@ class Fsdp2Sharding(PlainSharding):
     lockstep = True
     casts_outputs = True
 
-    def __init__(self, model: nn.Module, *, reduce: str, wide: bool, scaler: Any | None = None) -> None:
-        super().__init__(model, wide=wide, scaler=scaler)
+    def __init__(self, model: nn.Module, *, reduce: str, wide: bool, scale: LossScale | None = None) -> None:
+        super().__init__(model, wide=wide, scale=scale)
         self.reduce = reduce
+        self.takes_gradients = reduce == "deferred"
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if not isinstance(model, FSDPModule):
             raise UnsupportedModelError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,8 @@ from longstraw.collectives import Ranks
 from longstraw.runtime.ledger import add_to_gradients, sum_dtype
 from longstraw.runtime.sharding import WeightPrint
 
+LossScale = Callable[[Tensor], Tensor]
+
 
 class PlainSharding:
     """`Sharding` of a model that nothing shards.
@@ -19,18 +20,19 @@ class PlainSharding:
     Args:
         model: what the user passed.
         wide: whether gradients are summed in float32 at least (`gradient.accumulate`).
-        scaler: the GradScaler whose scale the optimizer expects in the gradients, or None.
+        scale: what the optimizer expects to have been done to the loss, or None for nothing.
     """
 
     name = "one process"
     reduce = "deferred"
     lockstep = False
+    takes_gradients = False
     casts_outputs = False
 
-    def __init__(self, model: nn.Module, *, wide: bool, scaler: Any | None = None) -> None:
+    def __init__(self, model: nn.Module, *, wide: bool, scale: LossScale | None = None) -> None:
         self.ranks: Ranks | None = None
         self._model, self._wide = model, wide
-        self._scaler = scaler
+        self._scale = scale
 
     @property
     def called(self) -> nn.Module:
@@ -65,6 +67,12 @@ class PlainSharding:
     def begin_step(self) -> None:
         pass
 
+    def begin_gradients(self) -> None:
+        pass
+
+    def backward(self, out: Tensor, gradient: Tensor) -> None:
+        out.backward(gradient)  # type: ignore[no-untyped-call]
+
     def finalize(self, sums: Mapping[nn.Parameter, Tensor]) -> None:
         add_to_gradients(sums)
 
@@ -72,7 +80,7 @@ class PlainSharding:
         pass
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        return loss if self._scaler is None else self._scaler.scale(loss)
+        return loss if self._scale is None else self._scale(loss)
 
     def gradient_bytes(self) -> int:
         return sum(leaf.numel() * sum_dtype(leaf, wide=self._wide).itemsize for leaf in self.leaves())

@@ -53,7 +53,7 @@ def _run(engine: Engine, kind: Kind, checkpoint: bool) -> None:
             engine.lockstep.go()
             if out.requires_grad:
                 with engine.empty_ledger():
-                    out.backward(torch.zeros_like(out))  # type: ignore[no-untyped-call]
+                    engine.sharding.backward(out, torch.zeros_like(out))
 
 
 def _nothing_captured(engine: Engine) -> PromptState:

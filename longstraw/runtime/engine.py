@@ -156,13 +156,13 @@ class Engine:
     def begin_ledger(self, ledger: GradientLedger) -> None:
         """Set `.grad` aside, if that has not been done."""
         if not ledger.begun:
+            self.sharding.begin_gradients()
             ledger.begin(self.sharding.leaves())
 
     def _new_ledger(self) -> GradientLedger:
-        # A whole gradient that is left in .grad would be taken, and reduced, by the framework's own hooks.
         return GradientLedger(
             wide=self.config.gradient.accumulate == "float32",
-            emptied=self.sharding.lockstep and self.sharding.reduce == "deferred",
+            emptied=self.sharding.takes_gradients,
         )
 
     def deliver(self, sums: dict[nn.Parameter, Tensor]) -> None:

@@ -27,6 +27,7 @@ class Sharding(Protocol):
             in every backward pass, and its shards are summed).
         ranks: the data-parallel replicas, or None for a single process.
         lockstep: whether forward and backward passes run collectives, so that all ranks must make the same passes.
+        takes_gradients: whether the framework's hooks take, or reduce, whole gradients that they find in `.grad`.
         casts_outputs: whether the framework casts floating outputs of the model to another dtype.
         called: the module to call.
         inner: the model inside the framework's wrappers.
@@ -37,6 +38,7 @@ class Sharding(Protocol):
     reduce: str
     ranks: Ranks | None
     lockstep: bool
+    takes_gradients: bool
     casts_outputs: bool
 
     @property
@@ -74,6 +76,14 @@ class Sharding(Protocol):
 
     def begin_step(self) -> None:
         """An optimizer step's first pass is about to run, on every rank."""
+        ...
+
+    def begin_gradients(self) -> None:
+        """This rank's first backward pass of the step is about to run."""
+        ...
+
+    def backward(self, out: Tensor, gradient: Tensor) -> None:
+        """Run a backward pass of the model from its output."""
         ...
 
     def finalize(self, sums: Mapping[nn.Parameter, Tensor]) -> None:

@@ -342,7 +342,7 @@ class Transaction:
         """The model's part of a lane's backward. Returns an out-of-memory error instead of raising it."""
         try:
             with self._engine.adapter.active(forward):
-                packed.backward(upstream)  # type: ignore[no-untyped-call]
+                self._engine.sharding.backward(packed, upstream)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -408,7 +408,7 @@ class Transaction:
                 # gradient on the output walks all layers in order, and lets wrappers hook the backward as usual.
                 phase.backward()
                 if out.requires_grad:
-                    out.backward(torch.zeros_like(out))  # type: ignore[no-untyped-call]
+                    engine.sharding.backward(out, torch.zeros_like(out))
             self.report.add_traffic("sweep", forward.traffic)
         phase.finish()
 
@@ -541,7 +541,7 @@ class Transaction:
         if self._engine.lockstep.collective and self._phase is not None:
             self._phase.backward()
             with self._engine.empty_ledger(), self._engine.adapter.active(forward):
-                packed.backward(torch.zeros_like(packed))  # type: ignore[no-untyped-call]
+                self._engine.sharding.backward(packed, torch.zeros_like(packed))
             self._state.gradients_started = True
 
     def _require(self, call: str, *states: TransactionState) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -20,10 +21,16 @@ from tests.distributed.steps import (
     plain_training,
     relative,
 )
-from tests.distributed.wraps import ddp, fsdp2
+from tests.distributed.wraps import ddp, fsdp2, zero
 from tests.parity.models import SMALL, replay_group
 
-WRAPS = {"ddp": (ddp, {}), "fsdp2": (fsdp2, {}), "each_pass": (fsdp2, {"gradient": {"reduce": "each_pass"}})}
+WRAPS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ddp": (ddp, {}),
+    "fsdp2": (fsdp2, {}),
+    "each_pass": (fsdp2, {"gradient": {"reduce": "each_pass"}}),
+    "zero-2": (functools.partial(zero, stage=2), {}),
+    "zero-3": (functools.partial(zero, stage=3), {}),
+}
 BY_WRAP = pytest.mark.parametrize("wrap", WRAPS)
 
 
@@ -38,9 +45,10 @@ def fail_then_step(rank: int, world: int, wrap: str, where: str) -> dict[str, An
     reference = build_kind("qwen3")
     runtime = Runtime(held.model, SMALL | config)
     mine = groups_of(UNEQUAL, 0)[rank]
-    for parameter in held.model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.5)
-    entry = held.gradients()
+    if not wrap.startswith("zero"):
+        for parameter in held.model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+    entry = {n: g for n, g in held.gradients().items() if g is not None}
     dist.barrier()
     start, raised = time.monotonic(), ""
     try:
@@ -61,6 +69,7 @@ def fail_then_step(rank: int, world: int, wrap: str, where: str) -> dict[str, An
     seconds = time.monotonic() - start
     after = held.gradients()
     unchanged = all(torch.equal(after[name], entry[name]) for name in entry)  # type: ignore[arg-type]
+    unchanged &= bool(entry) or all(p.grad is None for p in held.model.parameters())
     pages = runtime._engine.store.pages_in_use()
     for parameter in held.model.parameters():
         parameter.grad = None

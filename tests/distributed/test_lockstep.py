@@ -125,11 +125,11 @@ def test_ddp_reduces_once(two: Pool) -> None:
 
 
 
-def reference_scores(rank: int, world: int) -> bool:
+def reference_scores(rank: int, world: int, wrap: Any = fsdp2, **options: Any) -> bool:
     """Rank 0 scores under the adapters' base within a step in which rank 1 has nothing to do."""
     model = add_lora(build_kind("qwen3"))
     plain = build_kind("qwen3")
-    held = fsdp2(model)
+    held = wrap(model, **options)
     runtime = Runtime(held.model, SMALL)
     group = make_group(61, (7, 1, 12, 5), seed=3)
     with runtime.accumulate():

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.steps import Held, hold
+from tests.distributed.steps import CLIP, Held, hold, make_optimizer
 
 
 def ddp(model: nn.Module) -> Held:
@@ -51,3 +51,43 @@ def fsdp2_hybrid(model: Any) -> Held:
 def fsdp2_offloaded(model: Any) -> Held:
     """Parameters and gradients on the CPU between passes (where this machine computes as well)."""
     return fsdp2(model, offload=CPUOffloadPolicy(pin_memory=False))
+
+
+def zero(model: nn.Module, *, stage: int, bf16: bool = False, offload: tuple[str, ...] = ()) -> Held:
+    """A DeepSpeed engine with torch's own optimizer."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+    # A collective of DeepSpeed's own for CPUs, compiled at first use: gloo serves as well, and needs no compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            **{f"offload_{what}": {"device": "cpu", "pin_memory": False} for what in offload},
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": bf16},
+    }
+    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)
+    names = [name for name, _ in engine.module.named_parameters()]
+    parameters = dict(engine.module.named_parameters())
+    return Held(
+        engine,
+        optimizer,
+        engine.step,
+        lambda: {n: safe_get_full_grad(parameters[n]) if parameters[n].requires_grad else None for n in names},
+        lambda: {n: _weight(parameters[n], safe_get_full_fp32_param) for n in names},
+    )
+
+
+def _weight(parameter: Any, get: Any) -> Any:
+    if parameter.requires_grad:
+        return get(parameter).clone()
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_numel")):
+        return parameter.detach().clone()

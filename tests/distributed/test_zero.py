@@ -1,0 +1,107 @@
+"""DeepSpeed ZeRO 1, 2 and 3 train as one process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from longstraw import Runtime
+from longstraw.errors import StaleWeightsError, TransactionStateError
+from tests.distributed.pool import Pool
+from tests.distributed.steps import KINDS, build_kind, compare_training, groups_of, paged_groups
+from tests.distributed.test_lockstep import ONE_IDLE, reference_scores
+from tests.distributed.test_parity import CHECKPOINTED, check, check_kind
+from tests.distributed.wraps import zero
+from tests.parity.models import SMALL, add_lora, make_group
+
+pytest.importorskip("deepspeed")
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+
+
+@STAGES
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero(two: Pool, kind: str, stage: int) -> None:
+    check_kind(two, zero, kind, stage=stage)
+
+
+@STAGES
+def test_a_rank_without_any_group_with_checkpointing(two: Pool, stage: int) -> None:
+    check(two.run(compare_training, zero, shapes=ONE_IDLE, config=CHECKPOINTED, stage=stage))
+
+
+@STAGES
+def test_lora_on_a_frozen_base(two: Pool, stage: int) -> None:
+    check(two.run(compare_training, zero, prepare=add_lora, stage=stage))
+
+
+@STAGES
+def test_tied_embeddings(two: Pool, stage: int) -> None:
+    check(two.run(compare_training, zero, model_options={"tie_word_embeddings": True}, stage=stage))
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, ("optimizer",)), (3, ("optimizer",)), (3, ("optimizer", "param"))])
+def test_offloaded_to_the_host(two: Pool, stage: int, offload: tuple[str, ...]) -> None:
+    check(two.run(compare_training, zero, stage=stage, offload=offload))
+
+
+def test_four_ranks(four: Pool) -> None:
+    group = (60, (40, 1, 9))
+    shapes = ([(700, (33, 2)), group, group, (60, (5,)), (2, (3, 4))], [(60, (1, 17))], [], [group, (1, (6,))])
+    check(four.run(compare_training, zero, shapes=shapes, steps=2, stage=3, timeout=200))
+
+
+def test_reference_policy_of_adapters(two: Pool) -> None:
+    assert two.run(reference_scores, zero, stage=3) == [True, True]
+
+
+def step_without_stepping(rank: int, world: int, stage: int) -> list[str]:
+    held = zero(build_kind("qwen3"), stage=stage)
+    runtime = Runtime(held.model, SMALL)
+    found = []
+    mine = groups_of(ONE_IDLE, 0)[rank]
+    group = make_group(20, (3,))
+    paged_groups(runtime, mine)
+    try:
+        paged_groups(runtime, mine or [group])
+    except TransactionStateError as error:
+        found.append(str(error))
+    held.step()
+    try:
+        with runtime.transaction(group.prompt) as txn:
+            held.step()
+            txn.score(group.responses)
+    except StaleWeightsError as error:
+        found.append(str(error))
+    return found
+
+
+@STAGES
+def test_steps_are_watched(two: Pool, stage: int) -> None:
+    for found in two.run(step_without_stepping, stage):
+        assert "call engine.step() first" in found[0]
+        assert "optimizer step(s) since the prompt was captured" in found[1]
+
+
+def bf16_sums(rank: int, world: int, stage: int) -> float:
+    """Weights in bfloat16: distance of the reduced gradient from float32's, beside that of one lane at a time."""
+    exact = build_kind("qwen3")
+    narrow = build_kind("qwen3").bfloat16()
+    with torch.no_grad():
+        for ours, theirs in zip(exact.parameters(), narrow.parameters(), strict=True):
+            ours.copy_(theirs)
+    held = zero(narrow, stage=stage, bf16=True)
+    paged_groups(Runtime(held.model, SMALL), groups_of(ONE_IDLE, 0)[rank])
+    got = held.gradients()
+    single = Runtime(exact, SMALL)
+    for mine in groups_of(ONE_IDLE, 0):
+        paged_groups(single, mine)
+    want = {n: p.grad / 2 for n, p in exact.named_parameters()}  # type: ignore[operator]
+    whole = sum(float(w.square().sum()) for w in want.values()) ** 0.5
+    return sum(float((got[n].float() - want[n]).square().sum()) for n in want) ** 0.5 / whole  # type: ignore[union-attr]
+
+
+@STAGES
+def test_bfloat16_weights(two: Pool, stage: int) -> None:
+    assert max(two.run(bf16_sums, stage)) < 0.05
