@@ -28,23 +28,23 @@ def make(dtype: torch.dtype, layers: int = 3) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=4099, hidden_size=512, intermediate_size=1024, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=128, max_position_embeddings=65536, tie_word_embeddings=True,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, tie_word_embeddings=True,
     )  # fmt: skip
     # Weights are the same in every dtype: made in float32, then rounded to bfloat16 once.
     model = Qwen3ForCausalLM(config).to(torch.bfloat16).to(dtype)
     return model.cuda()
 
 
-def group(prompt: int) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
+def group(prompt: int, seed: int = 1) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4099, (prompt,), generator=generator)
     responses = [torch.randint(4099, (n,), generator=generator) for n in LENGTHS]
     weights = [torch.randn(n, generator=generator).cuda() for n in LENGTHS]
     return ids, responses, weights
 
 
-def plain(model: Qwen3ForCausalLM, prompt: int) -> dict[str, torch.Tensor]:
-    ids, responses, weights = group(prompt)
+def plain(model: Qwen3ForCausalLM, prompt: int, seed: int = 1) -> dict[str, torch.Tensor]:
+    ids, responses, weights = group(prompt, seed)
     for response, weight in zip(responses, weights, strict=True):
         row = torch.cat([ids, response])[None].cuda()
         logits = model(row, use_cache=False).logits[0, prompt - 1 : -1].float()
@@ -53,8 +53,8 @@ def plain(model: Qwen3ForCausalLM, prompt: int) -> dict[str, torch.Tensor]:
     return {name: p.grad.double() for name, p in model.named_parameters()}
 
 
-def ours(model: Qwen3ForCausalLM, prompt: int, **settings: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    ids, responses, weights = group(prompt)
+def ours(model: Qwen3ForCausalLM, prompt: int, seed: int = 1, **settings: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    ids, responses, weights = group(prompt, seed)
     with Runtime(model, settings) as runtime:
         with runtime.transaction(ids) as transaction:
             old = transaction.score(responses)
@@ -69,6 +69,12 @@ def error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[s
     return {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in want}
 
 
+def distance(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """Relative distance of the whole gradient."""
+    square = sum(float((got[name] - want[name]).square().sum()) for name in want)
+    return (square / sum(float(want[name].square().sum()) for name in want)) ** 0.5
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_wide_gradients_equal_plain_autograd(dtype: torch.dtype) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -80,19 +86,20 @@ def test_wide_gradients_equal_plain_autograd(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_bfloat16_is_no_further_from_float32_than_the_plain_run(checkpoint: bool) -> None:
+    """The whole gradient, over groups of three seeds: a single parameter's distance is a matter of chance."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    truth = plain(make(torch.float32), 3001)
-    narrow = error(plain(make(torch.bfloat16), 3001), truth)
-    got, _ = ours(
-        make(torch.bfloat16), 3001,
-        capture={"chunk_tokens": 700}, pages={"tokens": 256, "block_tokens": 512},
-        replay={"lane_tokens": 600, "checkpoint": checkpoint},
-    )  # fmt: skip
-    mine = error(got, truth)
-    worst = max(mine, key=lambda name: mine[name] / narrow[name])
-    print(f"worst parameter {worst}: {mine[worst]:.4g} here, {narrow[worst]:.4g} plain")
-    print(f"all parameters: {sum(mine.values()) / len(mine):.4g} here, {sum(narrow.values()) / len(narrow):.4g} plain")
-    assert mine[worst] <= 1.1 * narrow[worst], (worst, mine[worst], narrow[worst])
+    here, there = 0.0, 0.0
+    for seed in range(3):
+        truth = plain(make(torch.float32), 3001, seed)
+        there += distance(plain(make(torch.bfloat16), 3001, seed), truth)
+        got, _ = ours(
+            make(torch.bfloat16), 3001, seed,
+            capture={"chunk_tokens": 700}, pages={"tokens": 256, "block_tokens": 512},
+            replay={"lane_tokens": 600, "checkpoint": checkpoint},
+        )  # fmt: skip
+        here += distance(got, truth)
+    print(f"distance from float32, summed over seeds: {here:.4g} here, {there:.4g} plain")
+    assert here <= 1.1 * there, (here, there)
 
 
 def test_every_tier_gives_the_same_bits(tmp_path: Path) -> None:
@@ -126,8 +133,8 @@ def test_every_tier_gives_the_same_bits(tmp_path: Path) -> None:
 def test_peak_memory_does_not_grow_with_the_prompt() -> None:
     peaks = []
     model = make(torch.bfloat16)
-    ours(model, 20_000, tiers=[{"kind": "host", "budget": "4GiB"}], capture={"chunk_tokens": 2048})
-    for prompt in (20_000, 40_000, 80_000):
+    ours(model, 30_000, tiers=[{"kind": "host", "budget": "4GiB"}], capture={"chunk_tokens": 2048})
+    for prompt in (30_000, 60_000, 120_000):
         model.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
