@@ -81,14 +81,14 @@ def _attention(
 
 
 def _never_slides(module: nn.Module, forward: ForwardPass, window: int) -> bool:
-    """Whether plain attention does: it keeps a row a token, where such a window would be kept at each chunk boundary."""
+    """Whether plain attention does: it keeps a row a token, and such a window one for each of its tokens and chunk."""
     if not covers_context(window, module.config):
         return False
     longest = forward.prefix_rows + max(forward.lengths)
     if longest > window:
         raise UnsupportedModelError(
-            f"{type(module).__name__} has a sliding window of {window} tokens, its whole context, and is given a row of "
-            f"{longest}; shorten the prompt or the responses"
+            f"{type(module).__name__} has a sliding window of {window} tokens, its whole context, and is given a row "
+            f"of {longest}; shorten the prompt or the responses"
         )
     return True
 
