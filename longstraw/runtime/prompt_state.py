@@ -16,6 +16,8 @@ from longstraw.runtime.layer_spec import LayerSpec, StateSpec
 
 # A gradient page is read and written in every pass, in float32: it takes the fastest tier first.
 GRADIENT_PRIORITY, STATE_PRIORITY, OUTPUT_PRIORITY = 0, 1, 2
+# A chunk of the sweep reads the gradient of the boundary behind it and writes that of the boundary before it.
+_GRADIENT_ROWS = 2
 
 KeepOutputs = Literal["auto", "always", "never"]
 
@@ -24,8 +26,8 @@ class PromptState:
     """The pages of one captured prompt, and of its gradient in exact mode.
 
     Token states have a row a token. Carried states have a row a chunk boundary in exact mode (the sweep starts each
-    chunk from its own), else one row that is overwritten. The gradient rows of carried states run backwards, last
-    boundary first: that is the order in which they are filled.
+    chunk from its own), else one row that is overwritten. Their gradients have two rows, taken in turn from the last
+    boundary backwards.
 
     Args:
         store: where the pages live.
@@ -83,7 +85,8 @@ class PromptState:
             places.append((self._segments, (layer, spec.name)))
             if self._exact and spec.trained and not spec.output:
                 state = spec.gradient_state(layer, self._wide)
-                reservations.append(Reservation(state=state, rows=rows, priority=GRADIENT_PRIORITY))
+                held = min(rows, _GRADIENT_ROWS) if spec.kind is StateKind.CARRIED else rows
+                reservations.append(Reservation(state=state, rows=held, priority=GRADIENT_PRIORITY))
                 places.append((self._gradients, (layer, spec.name)))
         for (table, key), segment in zip(places, self._store.reserve(self._owner, reservations), strict=True):
             table[key] = segment
@@ -168,14 +171,15 @@ class PromptState:
         """The request that adds to it: branches share the last boundary, a chunk is alone at any other."""
         segment = self._gradients.get((layer, name))
         row = self._gradient_row(boundary)
-        access = Access.UPDATE if row == 0 and self.gradients_started else Access.FILL
+        shared = self._boundaries[boundary] == len(self._boundaries) - 1
+        access = Access.UPDATE if shared and self.gradients_started else Access.FILL
         return None if segment is None else Request(segment, row, row + 1, access)
 
     def _row(self, boundary: int) -> int:
         return self._boundaries[boundary] if self._exact else 0
 
     def _gradient_row(self, boundary: int) -> int:
-        return len(self._boundaries) - 1 - self._boundaries[boundary]
+        return (len(self._boundaries) - 1 - self._boundaries[boundary]) % _GRADIENT_ROWS
 
     # The whole
 

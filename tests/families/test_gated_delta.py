@@ -206,6 +206,29 @@ def test_tiers_agree_bit_for_bit(tmp_path: Any) -> None:
             assert torch.equal(grad, other[name]), name
 
 
+def test_gradients_of_carried_states_take_two_rows_however_many_chunks() -> None:
+    model, group = build(layers="LA"), make_group()
+    with Runtime(model, settings(capture={"chunk_tokens": 5})) as runtime, runtime.transaction(group.prompt) as txn:
+        assert txn.report.chunks == 12
+        held, gradients_held = txn._state._segments, txn._state._gradients
+        rows = {name: (held[layer, name].rows, each.rows) for (layer, name), each in gradients_held.items()}
+        assert rows == {"recurrent": (12, 2), "convolution": (12, 2), "kv": (60, 60)}
+
+
+@pytest.mark.usefixtures("exact_oracle")
+@pytest.mark.parametrize("row_tokens", [None, 80])
+def test_multimodal_rotations_of_a_scaled_length(row_tokens: int | None) -> None:
+    """Positions have three rows there; the pass adds the row's last position to each."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0, "mrope_section": [1, 1, 0]}
+    model = build(layers="LA", max_position_embeddings=32, rope_parameters=rope | {"partial_rotary_factor": 0.5})
+    group = make_group(61, (7, 7)) if row_tokens is None else make_group(61, LENGTHS)
+    if row_tokens is None:
+        with pytest.raises(ValueError, match="row_tokens"):
+            check_exact(model, [group], row_tokens=row_tokens)
+    else:
+        check_exact(model, [group], row_tokens=row_tokens)
+
+
 def test_score_is_the_first_replay() -> None:
     model, group = build(dtype=torch.float32), make_group(lengths=LENGTHS)
     with Runtime(model, settings()) as runtime, runtime.transaction(group.prompt) as txn:

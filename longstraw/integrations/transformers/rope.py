@@ -71,8 +71,8 @@ def _longest_first(row_tokens: int) -> Any:
         layer_type = (kwargs["layer_type"] if "layer_type" in kwargs else args[2],) if isinstance(kinds, dict) else ()
         if (kinds[layer_type[0]] if layer_type else kinds) == "dynamic":
             # Dynamic NTK keeps the frequencies of the longest row it ever saw, until a short row resets it.
-            type(module).forward(module, hidden[:, :1], torch.zeros_like(positions[:, :1]), *layer_type)
-        positions = torch.cat([positions, positions.new_full((positions.shape[0], 1), row_tokens - 1)], dim=1)
+            type(module).forward(module, hidden[:, :1], torch.zeros_like(positions[..., :1]), *layer_type)
+        positions = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), row_tokens - 1)], dim=-1)
         if by_name:
             return args, {**kwargs, "position_ids": positions}
         return (args[0], positions, *args[2:]), kwargs
