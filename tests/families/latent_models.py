@@ -42,6 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT | {"rope_interleave": True},
     "glm4_moe_lite": _LATENT | {"rope_interleave": False},
     "youtu": {key: value for key, value in _LATENT.items() if key not in _DENSE_MLP},
+    "axk1": _LATENT | {"rope_interleave": True},
     "deepseek_v32": _LATENT | _SPARSE,
     "glm_moe_dsa": _LATENT
     | _SPARSE
