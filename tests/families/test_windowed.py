@@ -14,7 +14,7 @@ from longstraw import Runtime, state_bytes
 from longstraw.errors import UnsupportedModelError
 from longstraw.integrations.transformers import adapter as adapter_module
 from longstraw.resident.state import StateKind
-from tests.families.windowed_models import KINDS, WINDOW, windowed_model
+from tests.families.windowed_models import KINDS, WINDOW, multimodal_gemma3, windowed_model
 from tests.parity.models import (
     add_lora,
     assert_idle,
@@ -49,6 +49,11 @@ def test_eager_attention_is_the_same_reference(kind: str) -> None:
     model = windowed_model(kind, oracle=False, attn_implementation="eager")
     check_parity(model, [GROUP], tolerance=1e-6 if kind == "gpt_oss" else 2e-5)
     assert model.config._attn_implementation == "eager"
+
+
+@CHECKPOINT
+def test_the_text_part_of_multimodal_gemma3(checkpoint: bool) -> None:
+    check_parity(multimodal_gemma3(), [GROUP], settings(replay={"checkpoint": checkpoint}))
 
 
 # The window's edge. P - 1 tokens are captured, W - 1 are kept.

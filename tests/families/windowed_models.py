@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from tests.parity.models import build
+from tests.parity.models import build, randomize
 
 WINDOW = 7
 """Tokens that a windowed layer sees in these models, the own one included."""
@@ -72,6 +72,20 @@ def windowed_model(kind: str, *, window: int = WINDOW, oracle: bool = True, **co
     if oracle:
         model.set_attn_implementation(ORACLE)
     return model
+
+
+def multimodal_gemma3() -> Any:
+    """The class that Gemma 3's checkpoints from 4B on load as, its vision part frozen; its head knows no soft cap."""
+    text = windowed_model("gemma3").config.to_dict() | {"final_logit_softcapping": 3.0}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    tokens = {"mm_tokens_per_image": 4, "image_token_index": 95, "boi_token_index": 94, "eoi_token_index": 93}
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, **tokens))
+    randomize(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("language_model" in name or "lm_head" in name)
+    model.set_attn_implementation(ORACLE)
+    return model.double().train()
 
 
 ORACLE = "windowed_oracle"

@@ -148,16 +148,17 @@ class TransformersAdapter:
     @contextmanager
     def _without_head_softcap(self) -> Iterator[float | None]:
         """The soft cap of the logits, which the model leaves out within: it would act on our log-probs instead."""
-        key = self._softcap_key
-        softcap: float | None = None if key is None else getattr(self._config, key)
+        # The class that has the head reads its own config: a multimodal one does not look into its text part's.
+        key, config = self._softcap_key, self._base.config
+        softcap: float | None = None if key is None else getattr(config, key, None)
         if key is None or softcap is None:
             yield None
             return
-        setattr(self._config, key, None)
+        setattr(config, key, None)
         try:
             yield softcap
         finally:
-            setattr(self._config, key, softcap)
+            setattr(config, key, softcap)
 
     @contextmanager
     def _without_checkpointing(self) -> Iterator[None]:
