@@ -30,6 +30,7 @@ from tests.parity.models import (
 )
 from tests.parity.test_saved_bytes import SavedBytes
 from tests.parity.test_tiers import tiers_of
+from tests.runtime.faults import Fuse, out_of_memory_in_forward
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", [False, True], ids=["kept", "checkpointed"])
 GROUP = make_group(61, (7, 1, 12, 2, 3))
@@ -294,6 +295,26 @@ def test_the_sweep_routes_as_the_capture_did(kind: str, dtype: torch.dtype, chec
     tokens = sum(len(response) for response in GROUP.responses)
     for calls in replayed.values():
         assert sum(map(len, calls)) == tokens * (2 if checkpoint else 1), "padding was routed"
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_shorter_chunks_after_running_out_of_memory_are_captured_and_routed_anew(kind: str) -> None:
+    model = windowed_model(kind)
+    reference = copy.deepcopy(model)
+    plain_step(reference, [GROUP])
+    with Runtime(model, settings()) as runtime, runtime.transaction(GROUP.prompt) as txn:
+        replay_group(txn, GROUP)
+        with Routes(model) as routes, out_of_memory_in_forward(model, Fuse(at_call=1)):
+            txn.sweep()
+        assert txn.report.retries == 1
+    chunk = [12, 12, 12, 12, 12]
+    for calls in routes.by_router().values():
+        # Behind the failed sweep: the new capture, the lanes again, and the sweep of the new chunks.
+        swept = calls[-len(chunk) :]
+        at = next(i for i in range(len(calls)) if [len(c) for c in calls[i : i + len(chunk)]] == chunk)
+        assert at < len(calls) - len(chunk), "the prompt was not captured again"
+        assert all(torch.equal(a, b) for a, b in zip(calls[at : at + len(chunk)], swept[::-1], strict=True))
+    assert_parity(model, reference)
 
 
 @EXPERTS
