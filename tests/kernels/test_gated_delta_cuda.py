@@ -42,7 +42,10 @@ def errors(rule: DeltaRule, tensors: list[Tensor]) -> list[float]:
         weights = [torch.randn(x.shape, generator=generator).to(x) for x in (out, final)]
         loss = (out * weights[0]).double().sum() + (final * weights[1]).double().sum()
         found.append([out, final, *torch.autograd.grad(loss, given)])
-    return [float((ours.double().cpu() - theirs).norm() / theirs.norm()) for ours, theirs in zip(*found, strict=True)]
+    return [
+        float((ours.detach().double().cpu() - theirs.detach()).norm() / theirs.detach().norm())
+        for ours, theirs in zip(*found, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -115,16 +115,17 @@ def _chunked(
     if initial_VKD is None:
         initial_VKD = v_SVD.new_zeros(heads, k_dim, v_dim, dtype=wide)
     state = initial_VKD.to(wide).expand(len(lengths), heads, k_dim, v_dim)
-    outs, finals, at = [], [], 0
-    for width in layout.steps:
-        rows = slice(at, at + width)
-        if width < len(state):
-            finals.append(state[width:])
-            state = state[:width]
-        new = written[rows] - predicted[rows] @ state
-        outs.append(q_decayed[rows] @ state + within[rows] @ new)
-        state = state * whole[rows] + k_decayed[rows].transpose(-1, -2) @ new
-        at += width
+    outs, finals = [], []
+    # Split at once: the gradient of a slice would be as large as the whole tensor, at every step.
+    scanned = (x.split(layout.steps) for x in (written, predicted, q_decayed, within, k_decayed, whole))
+    for write, predict, query, attend, key, decay in zip(*scanned, strict=True):
+        if len(write) < len(state):
+            ended = len(state) - len(write)
+            state, final = state.split([len(write), ended])
+            finals.append(final)
+        new = write - predict @ state
+        outs.append(query @ state + attend @ new)
+        state = state * decay + key.transpose(-1, -2) @ new
     finals.append(state)
     out = layout.join(torch.cat(outs).transpose(1, 2))
     return out.to(v_SVD.dtype), layout.by_branch(torch.cat(finals[::-1]))
