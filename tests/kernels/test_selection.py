@@ -42,6 +42,16 @@ def test_without_ties(block: int) -> None:
     assert torch.equal(found.long(), scores.topk(6).indices.sort(1).values)
 
 
+@pytest.mark.parametrize("better", [1, 3, 60])
+def test_a_full_selection_takes_in_what_is_better(better: int) -> None:
+    """Later blocks in which few tokens, or many, beat what is held, and many only equal it."""
+    generator = torch.Generator().manual_seed(better)
+    scores = torch.randint(0, 2, (6, 192), generator=generator).float()
+    for row in scores:
+        row[64 + torch.randperm(128, generator=generator)[:better]] = 2.0
+    assert torch.equal(running(scores, 20, 64), naive_topk(scores, 20))
+
+
 def test_all_scores_equal_takes_the_first_tokens() -> None:
     found = running(torch.zeros(2, 50), 4, 7)
     assert found.tolist() == [[0, 1, 2, 3]] * 2

@@ -34,10 +34,23 @@ class RunningTopK:
             scores_NT: float32; -inf for a token that a query does not see.
             first_token: the token of the first column.
         """
-        new = torch.arange(first_token, first_token + scores_NT.shape[1], dtype=torch.int32, device=scores_NT.device)
-        # Held tokens are lower than new ones, and both ascend: columns are in token order, gaps aside.
+        # Held tokens are lower than new ones, so a new one has to beat the worst of k held ones to get in.
+        floor = self._scores[queries].amin(1, keepdim=True)
+        enters = scores_NT > floor
+        counts = enters.sum(1)
+        widest = int(counts.max())
+        if widest == 0:
+            return
+        if 2 * widest < scores_NT.shape[1]:
+            self._merge(queries, *_packed(scores_NT, first_token, enters, counts, widest))
+        else:
+            new = torch.arange(first_token, first_token + scores_NT.shape[1], dtype=torch.int32, device=floor.device)
+            self._merge(queries, scores_NT, new.expand(len(scores_NT), -1))
+
+    def _merge(self, queries: slice, scores_NT: Tensor, tokens_NT: Tensor) -> None:
+        # Held tokens come first and both ascend: columns are in token order, gaps aside.
         scores = torch.cat([self._scores[queries], scores_NT], dim=1)
-        tokens = torch.cat([self._tokens[queries], new.expand(len(scores), -1)], dim=1)
+        tokens = torch.cat([self._tokens[queries], tokens_NT], dim=1)
         threshold = scores.topk(self._k, dim=1, sorted=False).values.amin(1, keepdim=True)
         above = scores > threshold
         equal = (scores == threshold) & (scores > float("-inf"))
@@ -53,3 +66,16 @@ class RunningTopK:
     def result(self) -> Tensor:
         """Selected tokens, int32 [S, k], ascending, `NOT_SELECTED` at the end."""
         return self._tokens.contiguous()
+
+
+def _packed(
+    scores_NT: Tensor, first_token: int, enters_NT: Tensor, counts_N: Tensor, widest: int
+) -> tuple[Tensor, Tensor]:
+    """The scores and tokens that `enters_NT` marks, [N, widest], in token order; -inf and `NOT_SELECTED` behind."""
+    rows, columns = enters_NT.nonzero(as_tuple=True)
+    places = torch.arange(len(rows), device=rows.device) - (counts_N.cumsum(0) - counts_N)[rows]
+    scores = torch.full((len(scores_NT), widest), float("-inf"), device=rows.device)
+    tokens = torch.full((len(scores_NT), widest), NOT_SELECTED, dtype=torch.int32, device=rows.device)
+    scores[rows, places] = scores_NT[rows, columns]
+    tokens[rows, places] = (columns + first_token).to(torch.int32)
+    return scores, tokens
