@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from longstraw.config import AUTO, Config
+from longstraw.config import Config
 from longstraw.errors import StaleWeightsError, TransactionStateError
 from longstraw.pagers.staging import StagingPool
 from longstraw.resident.store import PageStore
@@ -18,13 +18,11 @@ from longstraw.runtime.empty import run_empty_pass
 from longstraw.runtime.ledger import GradientLedger, GradientSums
 from longstraw.runtime.lockstep import Kind, Lockstep
 from longstraw.runtime.memory import free_device_bytes
-from longstraw.runtime.prompt_state import KeepOutputs, PromptState
-from longstraw.runtime.sizing import KEEP_OUTPUT_FROM, GraphSize, size_chunk, size_lane
+from longstraw.runtime.prompt_state import PromptState
+from longstraw.runtime.sizing import GraphSize, block_rows, keep_outputs, size_chunk, size_lane
 from longstraw.runtime.tiers import build_store
 from longstraw.runtime.transaction import Transaction
 from longstraw.runtime.weights import WeightsWatch
-
-_BLOCK_TOKENS = {"cuda": 65_536, "cpu": 8_192}
 
 Progress = Callable[[str, Iterable[tuple[int, int]]], Iterable[tuple[int, int]]]
 """Wraps the chunks of a phase ("capture", "sweep"), to show how far it is."""
@@ -105,10 +103,7 @@ class Engine:
     ) -> PromptState:
         """Pages for a prompt that will be captured in these chunks."""
         config = self.config
-        block = config.pages.block_tokens
-        if block == AUTO:
-            page = config.pages.tokens
-            block = max(_BLOCK_TOKENS[self.device.type] // page, 1) * page
+        rows = chunks[-1][1] if chunks else 0
         return PromptState(
             self.store,
             owner,
@@ -116,17 +111,11 @@ class Engine:
             chunks=chunks,
             exact=exact,
             accumulate_wide=config.gradient.accumulate == "float32",
-            keep_outputs=self._keep_outputs(chunks),
-            block_tokens=block,
+            keep_outputs=keep_outputs(config.capture.keep_attention, rows, self.device),
+            block_tokens=block_rows(config.pages, self.device),
             lookahead=config.pages.lookahead,
             staging=self.staging,
         )
-
-    def _keep_outputs(self, chunks: Sequence[tuple[int, int]]) -> KeepOutputs:
-        keep = self.config.capture.keep_attention
-        if keep == AUTO and sum(stop - start for start, stop in chunks) < KEEP_OUTPUT_FROM[self.device.type]:
-            return "never"
-        return keep
 
     def release(self, owner: str) -> None:
         """Free every page of `owner`, whatever state it is in."""

@@ -9,15 +9,10 @@ from longstraw.errors import CapacityError
 from longstraw.pagers.staging import StagingPool
 from longstraw.pagers.stream import PageStream, Request
 from longstraw.resident.lease import Access
-from longstraw.resident.placement import Reservation
 from longstraw.resident.state import StateKind
 from longstraw.resident.store import PageStore, Segment
 from longstraw.runtime.layer_spec import LayerSpec, StateSpec
-
-# A gradient page is read and written in every pass, in float32: it takes the fastest tier first.
-GRADIENT_PRIORITY, STATE_PRIORITY, OUTPUT_PRIORITY = 0, 1, 2
-# A chunk of the sweep reads the gradient of the boundary behind it and writes that of the boundary before it.
-_GRADIENT_ROWS = 2
+from longstraw.runtime.reservations import GRADIENT_ROWS, placed_specs, wishes
 
 KeepOutputs = Literal["auto", "always", "never"]
 
@@ -71,31 +66,22 @@ class PromptState:
         self._wide = accumulate_wide
         self._outputs = {layer.index: output_specs(layer) for layer in self.layers}
         if chunks:
-            self._reserve(chunks, [pair for layer in self.layers for pair in _placed(layer, outputs=False)])
+            self._reserve(chunks, [pair for layer in self.layers for pair in placed_specs(layer, outputs=False)])
             if exact and keep_outputs != "never":
                 self._reserve_outputs(chunks, must=keep_outputs == "always")
 
     def _reserve(self, chunks: Sequence[tuple[int, int]], placed: Sequence[tuple[int, StateSpec]]) -> None:
-        reservations, places = [], []
-        for layer, spec in placed:
-            boundaries = len(chunks) if self._exact else 1
-            rows = boundaries if spec.kind is StateKind.CARRIED else chunks[-1][1]
-            priority = OUTPUT_PRIORITY if spec.output else STATE_PRIORITY
-            reservations.append(Reservation(state=spec.state(layer), rows=rows, priority=priority))
-            places.append((self._segments, (layer, spec.name)))
-            if self._exact and spec.trained and not spec.output:
-                state = spec.gradient_state(layer, self._wide)
-                held = min(rows, _GRADIENT_ROWS) if spec.kind is StateKind.CARRIED else rows
-                reservations.append(Reservation(state=state, rows=held, priority=GRADIENT_PRIORITY))
-                places.append((self._gradients, (layer, spec.name)))
-        for (table, key), segment in zip(places, self._store.reserve(self._owner, reservations), strict=True):
-            table[key] = segment
+        wanted = wishes(placed, chunks, exact=self._exact, wide=self._wide)
+        segments = self._store.reserve(self._owner, [wish.reservation for wish in wanted])
+        for wish, segment in zip(wanted, segments, strict=True):
+            table = self._gradients if wish.gradient else self._segments
+            table[wish.layer, wish.name] = segment
 
     def _reserve_outputs(self, chunks: Sequence[tuple[int, int]], *, must: bool) -> None:
         # Of the last layer only the state is wanted in capture and sweep.
         for layer in reversed(self.layers[:-1]):
             try:
-                self._reserve(chunks, _placed(layer, outputs=True))
+                self._reserve(chunks, placed_specs(layer, outputs=True))
             except CapacityError:
                 if must:
                     raise
@@ -179,7 +165,7 @@ class PromptState:
         return self._boundaries[boundary] if self._exact else 0
 
     def _gradient_row(self, boundary: int) -> int:
-        return (len(self._boundaries) - 1 - self._boundaries[boundary]) % _GRADIENT_ROWS
+        return (len(self._boundaries) - 1 - self._boundaries[boundary]) % GRADIENT_ROWS
 
     # The whole
 
@@ -217,7 +203,3 @@ def token_specs(layer: LayerSpec) -> list[StateSpec]:
 def output_specs(layer: LayerSpec) -> list[StateSpec]:
     """What a layer can keep of its outputs, in order."""
     return [spec for spec in layer.states if spec.output]
-
-
-def _placed(layer: LayerSpec, *, outputs: bool) -> list[tuple[int, StateSpec]]:
-    return [(layer.index, spec) for spec in layer.states if spec.output is outputs]

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from longstraw.config import AUTO, PagesConfig
 from longstraw.runtime.adapter import ModelProfile
 
 USABLE = 0.6
@@ -18,8 +19,9 @@ _CHUNK = {"cuda": 8_192, "cpu": 1_024}
 # A streamed layer is hidden behind about 2,500 tokens of compute on an H200; below this, checkpointing pays.
 _WIDE_ENOUGH = 4_096
 
+_BLOCK_TOKENS = {"cuda": 65_536, "cpu": 8_192}
 
-KEEP_OUTPUT_FROM = {"cuda": 24_576, "cpu": 256}
+_KEEP_OUTPUT_FROM = {"cuda": 24_576, "cpu": 256}
 """Prompt tokens from which on a kept attention output costs less to move than to compute again: 4 bytes a head's
 channel over the link (50 GB/s; memory on a CPU) against 2 x prompt operations (600 TFLOP/s; 0.1)."""
 
@@ -42,15 +44,37 @@ def graph_bytes(profile: ModelProfile, checkpoint: bool) -> int:
     return kept + 3 * profile.graph_bytes // len(profile.layers)
 
 
+def workspace_bytes(profile: ModelProfile) -> int:
+    """Bytes a token that one layer needs for a moment, beside the graph."""
+    return max((layer.workspace_bytes for layer in profile.layers), default=0)
+
+
+def logits_bytes(profile: ModelProfile, block_tokens: int) -> int:
+    """Bytes of a block of logits: scores, probabilities and gradients, in float32."""
+    return 4 * 4 * block_tokens * profile.vocab_size
+
+
+def block_rows(pages: PagesConfig, device: torch.device) -> int:
+    """Prompt rows that are brought to the device at once."""
+    if pages.block_tokens != AUTO:
+        return pages.block_tokens
+    return max(_BLOCK_TOKENS[device.type] // pages.tokens, 1) * pages.tokens
+
+
+def keep_outputs(
+    setting: Literal["auto", "always", "never"], rows: int, device: torch.device
+) -> Literal["auto", "always", "never"]:
+    """`capture.keep_attention` for a prompt of so many rows: "auto" is "never" where it would not pay."""
+    return "never" if setting == AUTO and rows < _KEEP_OUTPUT_FROM[device.type] else setting
+
+
 def fitting_tokens(profile: ModelProfile, free: int, checkpoint: bool, logit_block_tokens: int) -> int:
     """The most tokens whose graph and workspace fit in `free` bytes; 0 if none do.
 
-    Beside the graph there is a block of logits (scores, probabilities, gradients, in float32), and one layer's
-    workspace.
+    Beside the graph there is a block of logits, and one layer's workspace.
     """
-    logits = 4 * 4 * logit_block_tokens * profile.vocab_size
-    workspace = max((layer.workspace_bytes for layer in profile.layers), default=0)
-    return max(int(free * USABLE - logits) // (graph_bytes(profile, checkpoint) + workspace), 0)
+    room = int(free * USABLE - logits_bytes(profile, logit_block_tokens))
+    return max(room // (graph_bytes(profile, checkpoint) + workspace_bytes(profile)), 0)
 
 
 def size_lane(
