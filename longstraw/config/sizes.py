@@ -57,8 +57,9 @@ def format_bytes(count: int) -> str:
 
 
 def approximate_bytes(count: float) -> str:
-    """Three significant digits in binary units, for tables: 1.42 GiB."""
+    """Three or four digits in binary units, for tables: 1.42 GiB, 1002 MiB."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(count) >= _UNITS[unit]:
-            return f"{count / _UNITS[unit]:.3g} {unit}"
+            scaled = count / _UNITS[unit]
+            return f"{scaled:.0f} {unit}" if abs(scaled) >= 100 else f"{scaled:.3g} {unit}"
     return f"{count:.0f} B"

@@ -40,3 +40,5 @@ def test_format_reads_back(count: int) -> None:
 def test_approximate() -> None:
     assert approximate_bytes(1536) == "1.5 KiB"
     assert approximate_bytes(1000) == "1000 B"
+    assert approximate_bytes(1002 * 2**20) == "1002 MiB"
+    assert approximate_bytes(5.094 * 2**30) == "5.09 GiB"
