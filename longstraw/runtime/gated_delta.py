@@ -47,7 +47,7 @@ class DeltaInputs:
 
     Attributes:
         mixed_SC: queries, keys and values side by side, [S, channels].
-        g_SV: log of the decay, [S, num_v_heads].
+        g_SV: log of the decay, [S, num_v_heads], or [S, num_v_heads, k_dim] where each channel has its own.
         beta_SV: how much of a token is written, [S, num_v_heads].
         conv_weight_CK, conv_bias_C: of the depthwise convolution.
         activation: what follows the convolution.
@@ -81,7 +81,11 @@ def delta_spec(layer: int, shape: DeltaShape, inputs: DeltaInputs, rule: DeltaRu
             for name, field in shape.fields.items()
         ),
         workspace_bytes=rule.workspace_bytes(
-            shape.num_v_heads, shape.k_dim, shape.v_dim, inputs.mixed_SC.element_size()
+            shape.num_v_heads,
+            shape.k_dim,
+            shape.v_dim,
+            inputs.mixed_SC.element_size(),
+            per_channel=inputs.g_SV.dim() == 3,
         ),
     )
 

@@ -15,6 +15,8 @@ MODULES = {
     "qwen3_next": "qwen3_next",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
+    "olmo_hybrid": "olmo_hybrid",
+    "kimi_linear": "kimi_linear",
 }
 """Model types, and where transformers keeps their modeling code."""
 
@@ -47,11 +49,16 @@ def build(
     }
     if kind.startswith("qwen3_5"):
         sizes["rope_parameters"]["mrope_section"] = [1, 1, 0]
+    if kind == "kimi_linear":
+        del sizes["head_dim"], sizes["rope_parameters"]
+        sizes |= {"linear_num_heads": 2, "linear_head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2}
+        sizes |= {"kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 14}
+        sizes |= {"num_key_value_heads": 4, "moe_intermediate_size": 12, "mlp_layer_types": ["sparse"] * len(layers)}
     if kind in ("qwen3_next", "qwen3_5_moe_text"):
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
         sizes |= {"shared_expert_intermediate_size": 12}
     # torch's grouped matrix product has no float64.
-    options = {"experts_implementation": "eager"} if "num_experts" in sizes else {}
+    options = {"experts_implementation": "eager"} if "num_experts_per_tok" in sizes else {}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(sizes | config)), **options)
     randomize(model)
     remember(model)

@@ -55,6 +55,8 @@ def test_whole_prompt() -> None:
 TINY: dict[str, Callable[[], Any]] = {
     "llama": lambda: build("llama", dtype=torch.float32),
     "qwen3_next": lambda: delta_models.build("qwen3_next", dtype=torch.float32),
+    "olmo_hybrid": lambda: delta_models.build("olmo_hybrid", dtype=torch.float32),
+    "kimi_linear": lambda: delta_models.build("kimi_linear", dtype=torch.float32),
     "qwen3_5": lambda: delta_models.multimodal("qwen3_5").float(),
     "gemma2": lambda: windowed_models.windowed_model("gemma2").float(),
     "gpt_oss": lambda: windowed_models.windowed_model("gpt_oss").float(),

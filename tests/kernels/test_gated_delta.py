@@ -17,7 +17,7 @@ from longstraw.kernels.gated_delta.naive import naive_delta_rule
 HEADS, V_HEADS, K_DIM, V_DIM = 2, 4, 6, 5
 
 
-def inputs(tokens: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+def inputs(tokens: int, dtype: torch.dtype = torch.float64, seed: int = 0, per_channel: bool = False) -> list[Tensor]:
     """q, k, v, g, beta and an initial state, all with gradients."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -28,7 +28,7 @@ def inputs(tokens: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> li
         noise(tokens, HEADS, K_DIM),
         noise(tokens, HEADS, K_DIM),
         noise(tokens, V_HEADS, V_DIM),
-        -noise(tokens, V_HEADS).abs() * 0.3,
+        -noise(tokens, V_HEADS, *((K_DIM,) if per_channel else ())).abs() * 0.3,
         noise(tokens, V_HEADS).sigmoid(),
         noise(V_HEADS, K_DIM, V_DIM),
     ]
@@ -46,10 +46,11 @@ def run(rule: object, tensors: list[Tensor], lengths: tuple[int, ...], use_initi
     return [out, final, *torch.autograd.grad(loss, wanted)]
 
 
+@pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
 @pytest.mark.parametrize("use_initial", [True, False])
 @pytest.mark.parametrize("lengths", [(1,), (2, 1, 3), (64,), (65, 1, 128, 63, 130), (7, 200, 64)])
-def test_chunked_is_the_oracle(lengths: tuple[int, ...], use_initial: bool) -> None:
-    tensors = inputs(sum(lengths))
+def test_chunked_is_the_oracle(lengths: tuple[int, ...], use_initial: bool, per_channel: bool) -> None:
+    tensors = inputs(sum(lengths), per_channel=per_channel)
     for ours, theirs in zip(
         run(ChunkedRule(), tensors, lengths, use_initial),
         run(naive_delta_rule, tensors, lengths, use_initial),
@@ -177,6 +178,12 @@ def test_backend_is_chosen_by_device_and_dtype() -> None:
     assert choose_rule(torch.device("cuda", 0), torch.bfloat16, "torch").name == "torch"
     with pytest.raises(UnsupportedModelError, match=r"kernels\.gated_delta is fla.*on cpu"):
         choose_rule(torch.device("cpu"), torch.bfloat16, "fla")
+
+
+def test_decays_per_channel_are_not_handed_to_fla() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"per channel.*kernels\.gated_delta to torch"):
+        choose_rule(torch.device("cuda", 0), torch.bfloat16, per_channel=True)
+    assert choose_rule(torch.device("cuda", 0), torch.bfloat16, "torch", per_channel=True).name == "torch"
 
 
 def test_missing_package_is_refused_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

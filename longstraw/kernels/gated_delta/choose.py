@@ -36,21 +36,25 @@ class DeltaRule(Protocol):
         """Outputs in the dtype of `v_SVD`; final states [B, V, K, D] in float32, or float64 for float64 inputs."""
         ...
 
-    def workspace_bytes(self, num_v_heads: int, k_dim: int, v_dim: int, element: int) -> int:
+    def workspace_bytes(
+        self, num_v_heads: int, k_dim: int, v_dim: int, element: int, *, per_channel: bool = False
+    ) -> int:
         """Bytes a token that its backward needs for a moment; `element` is the bytes of a value of the inputs."""
         ...
 
 
 @functools.cache
-def choose_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> DeltaRule:
-    """The rule for inputs of this dtype on this device.
+def choose_rule(
+    device: torch.device, dtype: torch.dtype, backend: str = "auto", *, per_channel: bool = False
+) -> DeltaRule:
+    """The rule for inputs of this dtype on this device, with one decay a head or one for each channel of its keys.
 
     `auto` is torch on a CPU, flash-linear-attention for half precision on a GPU, and torch for float32 and float64
     there, which flash-linear-attention would narrow. Nothing else that happens to be installed is ever used.
 
     Raises:
         UnsupportedModelError: flash-linear-attention is wanted but missing, known to be wrong here, or not made for
-            this device or dtype.
+            this device, dtype or kind of decay.
     """
     half = dtype in (torch.float16, torch.bfloat16)
     if backend == "auto":
@@ -61,5 +65,10 @@ def choose_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto")
         raise UnsupportedModelError(
             f"kernels.gated_delta is fla, which computes float16 and bfloat16 on a GPU, not {dtype} on {device.type}; "
             "set it to auto or torch"
+        )
+    if per_channel:
+        raise UnsupportedModelError(
+            "flash-linear-attention's kernels for a decay per channel (Kimi delta attention) are not supported yet: "
+            "set kernels.gated_delta to torch"
         )
     return FlaRule(device)

@@ -73,7 +73,9 @@ class FlaRule:
         )  # fmt: skip
         return out[0], final
 
-    def workspace_bytes(self, num_v_heads: int, k_dim: int, v_dim: int, element: int) -> int:
+    def workspace_bytes(
+        self, num_v_heads: int, k_dim: int, v_dim: int, element: int, *, per_channel: bool = False
+    ) -> int:
         """Bytes a token that a backward needs for a moment: keys, values and their gradients, and a state a chunk."""
         return num_v_heads * (8 * element * (k_dim + v_dim) + 4 * element * k_dim * v_dim // 64)
 

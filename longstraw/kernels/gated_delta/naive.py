@@ -24,12 +24,13 @@ def naive_delta_rule(
     """The gated delta rule (arXiv 2412.06464, equation 10), in the dtype of `v_SVD`.
 
     With q and k normalized to length 1 and q scaled by K^-0.5, each token does S = S exp(g);
-    S = S + beta k (v - k^T S)^T; o = q^T S. A head of q and k serves V / H consecutive heads of v.
+    S = S + beta k (v - k^T S)^T; o = q^T S. A head of q and k serves V / H consecutive heads of v. With a decay for
+    each channel of the keys it is Kimi delta attention (arXiv 2510.26692, section 3).
 
     Args:
         q_SHK, k_SHK: [S, num_k_heads, k_dim], the branches one after another along S.
         v_SVD: [S, num_v_heads, v_dim].
-        g_SV: log of the decay, [S, num_v_heads].
+        g_SV: log of the decay, [S, num_v_heads], or [S, num_v_heads, k_dim].
         beta_SV: how much of a token is written, [S, num_v_heads].
         lengths: tokens of each branch; they add up to S.
         initial_VKD: [num_v_heads, k_dim, v_dim], what every branch starts from; None for zeros.
@@ -45,7 +46,7 @@ def naive_delta_rule(
     for length in lengths:
         state = v_SVD.new_zeros(heads, k_dim, v_dim) if initial_VKD is None else initial_VKD.to(v_SVD.dtype)
         for t in range(start, start + length):
-            state = state * g_SV[t].to(v_SVD.dtype).exp()[:, None, None]
+            state = state * g_SV[t].to(v_SVD.dtype).exp().view(heads, -1, 1)
             correction = v_SVD[t] - torch.einsum("hkv,hk->hv", state, k[t])
             state = state + torch.einsum("hk,hv->hkv", k[t], correction * beta_SV[t].to(v_SVD.dtype)[:, None])
             outputs.append(torch.einsum("hkv,hk->hv", state, q[t]))

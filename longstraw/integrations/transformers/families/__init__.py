@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from torch import nn
 
-from longstraw.integrations.transformers.families import dense, gated_delta, gemma, gpt_oss, latent, mixtures, sparse
+from longstraw.integrations.transformers.families import (
+    dense,
+    gated_delta,
+    gemma,
+    gpt_oss,
+    kimi_linear,
+    latent,
+    mixtures,
+    sparse,
+)
 from longstraw.integrations.transformers.families.family import Family
 
 FAMILIES: tuple[Family, ...] = (
@@ -14,6 +23,8 @@ FAMILIES: tuple[Family, ...] = (
     mixtures.FAMILY,
     gated_delta.MIXER,
     gated_delta.ATTENTION,
+    kimi_linear.MIXER,
+    kimi_linear.ATTENTION,
     latent.FAMILY,
     sparse.FAMILY,
 )

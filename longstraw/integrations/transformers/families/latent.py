@@ -36,7 +36,7 @@ class Latents:
     q_resid_1SR: Tensor | None
 
 
-def latents(attention: Any, hidden_1SE: Tensor, position_embeddings: tuple[Tensor, Tensor], rotate: Any) -> Latents:
+def latents(attention: Any, hidden_1SE: Tensor, position_embeddings: tuple[Tensor, ...], rotate: Any) -> Latents:
     """Run the projections and absorb the key half of `kv_b_proj` into the queries (arXiv 2405.04434, section 2.1).
 
     q . (W_k c) = (W_k^T q) . c, so a query meets the latent c itself and no token is expanded to heads.
