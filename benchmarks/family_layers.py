@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--response", type=int, default=1024)
     parser.add_argument("--experts", type=int)
+    parser.add_argument("--rule", default="torch", choices=["torch", "fla"], help="what computes the delta rule")
     parser.add_argument("--chunk", default="auto")
     parser.add_argument("--host-budget", default="80GiB")
     parser.add_argument("--out")
@@ -141,6 +142,9 @@ def main() -> None:
         "tiers": [{"kind": "host", "budget": options.host_budget}],
         "capture": {"chunk_tokens": options.chunk if options.chunk == "auto" else int(options.chunk)},
     }
+    if options.family == "qwen3_6":
+        # flash-linear-attention refuses some triton versions on this GPU; transformers falls back likewise.
+        settings["kernels"] = {"gated_delta": options.rule}
     model = build(options.family, options.experts)
     for prompt in options.prompt:
         ids, responses = random_group(prompt, options.group, options.response, model.config.vocab_size)  # type: ignore[union-attr]
