@@ -137,8 +137,12 @@ class GradientLedger:
         """Close the ledger: what was summed since `begin`, with every `.grad` back as it was then."""
         sums = dict(self._sums)
         for parameter in self._entry:
-            if parameter.grad is not None:
-                assert parameter not in sums
+            if parameter.grad is None:
+                continue
+            if parameter in sums:
+                # A framework may fill a gradient that it misses with zeros.
+                sums[parameter].add_(parameter.grad)
+            else:
                 sums[parameter] = parameter.grad
         self.rollback()
         return sums

@@ -45,10 +45,11 @@ def fail_then_step(rank: int, world: int, wrap: str, where: str) -> dict[str, An
     reference = build_kind("qwen3")
     runtime = Runtime(held.model, SMALL | config)
     mine = groups_of(UNEQUAL, 0)[rank]
+    entry: dict[str, Any] = {}
     if not wrap.startswith("zero"):
         for parameter in held.model.parameters():
             parameter.grad = torch.full_like(parameter, 0.5)
-    entry = {n: g for n, g in held.gradients().items() if g is not None}
+        entry = held.gradients()
     dist.barrier()
     start, raised = time.monotonic(), ""
     try:
@@ -67,9 +68,11 @@ def fail_then_step(rank: int, world: int, wrap: str, where: str) -> dict[str, An
     except (Mistake, RankFailedError) as error:
         raised = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - start
-    after = held.gradients()
-    unchanged = all(torch.equal(after[name], entry[name]) for name in entry)  # type: ignore[arg-type]
-    unchanged &= bool(entry) or all(p.grad is None for p in held.model.parameters())
+    if entry:
+        after = held.gradients()
+        unchanged = all(torch.equal(after[name], entry[name]) for name in entry)  # type: ignore[arg-type]
+    else:
+        unchanged = all(p.grad is None for p in held.model.parameters())
     pages = runtime._engine.store.pages_in_use()
     for parameter in held.model.parameters():
         parameter.grad = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -67,7 +65,6 @@ def step_without_stepping(rank: int, world: int, stage: int) -> list[str]:
         paged_groups(runtime, mine or [group])
     except TransactionStateError as error:
         found.append(str(error))
-    held.step()
     try:
         with runtime.transaction(group.prompt) as txn:
             held.step()

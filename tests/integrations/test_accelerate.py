@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from longstraw import Runtime
-from longstraw.errors import ConfigError, UnsupportedModelError
+from longstraw.errors import UnsupportedModelError
 from tests.parity.models import (
     SMALL,
     add_lora,
@@ -91,16 +91,37 @@ def test_score_and_replay_agree_bit_for_bit_under_autocast() -> None:
             lane.skip()
 
 
-def test_gradient_accumulation_by_accelerate_is_refused() -> None:
+def test_accumulated_steps_are_divided_as_accelerate_divides_the_loss() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2.*runtime\.accumulate"):
-        Runtime(accelerator.prepare(build("llama")), SMALL, accelerator=accelerator)
+    reference = build("llama")
+    model = accelerator.prepare(copy.deepcopy(reference))
+    paged_step(Runtime(model, SMALL, accelerator=accelerator), [GROUP])
+    plain_step(reference, [GROUP])
+    for parameter in reference.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= 2
+    assert_parity(model, reference)
 
 
-def test_loss_scaling_is_refused() -> None:
-    # A CPU has no float16 loss scaling to be configured.
+def test_loss_scaling() -> None:
+    # A CPU has no float16 to scale losses for: the scaler is a real one, the rest of the accelerator is not.
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     accelerator = SimpleNamespace(
-        distributed_type="NO", num_processes=1, scaler=object(), gradient_accumulation_steps=1
+        distributed_type="NO", num_processes=1, scaler=scaler, gradient_accumulation_steps=1, mixed_precision="fp16"
     )
-    with pytest.raises(UnsupportedModelError, match="fp16"):
+    reference = build("llama")
+    model = copy.deepcopy(reference)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    paged_step(Runtime(model, SMALL, accelerator=accelerator), [GROUP])
+    plain_step(reference, [GROUP])
+    with pytest.raises(AssertionError):
+        assert_parity(model, reference)
+    scaler.unscale_(optimizer)
+    assert_parity(model, reference)
+
+
+@pytest.mark.parametrize(("kind", "word"), [("FSDP", "fsdp_version: 2"), ("MEGATRON_LM", "Megatron-LM")])
+def test_refused_kinds(kind: str, word: str) -> None:
+    accelerator = SimpleNamespace(distributed_type=kind, num_processes=1, mixed_precision="no")
+    with pytest.raises(UnsupportedModelError, match=word):
         Runtime(build("llama"), SMALL, accelerator=accelerator)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from longstraw.runtime.adapter import ModelProfile
 from longstraw.runtime.layer_spec import LayerSpec
@@ -41,8 +42,10 @@ def _run(adapter: TransformersAdapter, tokens: int, vocab_size: int) -> tuple[in
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage
+        # What has a shape and no memory has no address; the storage object tells it apart.
+        key = storage._cdata if isinstance(tensor, FakeTensor) else storage.data_ptr()
+        if key not in parameters:
+            saved[key] = storage
         return tensor
 
     forward = ForwardPass(Purpose.PROBE, [tokens])
