@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,7 +21,8 @@ class TerminalWatcher:
     """Bars and a line for each step, on standard error; nothing if that is no terminal."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
+        # This very stream: while the model loads, sys.stderr is another.
+        self._console = Console(file=sys.stderr, highlight=False)
 
     @contextmanager
     def phase(self, text: str, total: int | None = None) -> Iterator[Callable[[], None]]:
