@@ -103,9 +103,9 @@ class Runtime:
                 return transaction.score(responses)
 
     def describe(self) -> str:
-        """The tiers with their budgets in bytes, and every setting."""
-        tiers = "\n".join(f"# {pager.describe()}" for pager in self._engine.store.pagers)
-        return f"{tiers}\n{self.config.describe()}"
+        """How gradients are reduced and what that costs, the tiers with their budgets in bytes, and every setting."""
+        lines = [self._engine.sharding.describe(), *(pager.describe() for pager in self._engine.store.pagers)]
+        return "\n".join(f"# {line}" for line in lines) + f"\n{self.config.describe()}"
 
     def close(self) -> None:
         """Free all tiers. The runtime cannot be used afterwards."""

@@ -11,6 +11,7 @@ from longstraw.objectives.grpo import dr_grpo_loss, grpo_loss
 from longstraw.objectives.gspo import gspo_loss
 from longstraw.objectives.kl import KLEstimator, KLPenalty, kl_estimate
 from longstraw.objectives.metrics import PolicyMetrics, PolicyObjective
+from longstraw.objectives.ranks import size_over_ranks
 from longstraw.objectives.size import Aggregation, GroupSize, aggregate
 
 __all__ = [
@@ -36,5 +37,6 @@ __all__ = [
     "kl_estimate",
     "leave_one_out_advantages",
     "overlong_penalty",
+    "size_over_ranks",
     "zscore_advantages",
 ]

@@ -38,5 +38,5 @@ def gspo_loss(
     weights_N = token_weights(lane.lengths, size=size, how=Aggregation.SEQUENCE_MEAN, like=lane.logprobs_T)
     log_ratio_N = lane.mean_over_tokens(lane.log_ratio())
     objective_N, clipped_N = clipped_surrogate(log_ratio_N, lane.advantages_N, clip)
-    loss = -objective_N.sum() / size.responses
+    loss = -objective_N.sum() * size.replicas / size.responses
     return finish(lane, loss, log_ratio_N.detach().exp(), clipped_N, per_token(weights_N, lane.lengths))

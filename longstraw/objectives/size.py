@@ -36,6 +36,8 @@ class GroupSize:
             `Aggregation.FIXED_LENGTH` reads it.
         filtered: responses that were sampled but are masked out of the loss (see `dapo_loss`); they are
             counted in neither `responses` nor `tokens`.
+        replicas: data-parallel replicas whose groups are counted here and whose gradients will be averaged; a loss
+            is multiplied by it. See `size_over_ranks`.
 
     Raises:
         ConfigError: a count is negative, there are fewer tokens than responses, or more than the budget
@@ -46,6 +48,7 @@ class GroupSize:
     tokens: int
     max_tokens: int | None = None
     filtered: int = 0
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         for name in ("responses", "tokens", "filtered"):
@@ -171,6 +174,7 @@ def token_weights(lengths: Sequence[int], *, size: GroupSize, how: Aggregation, 
                     "build the size with GroupSize.of(responses, max_tokens=...)"
                 )
             weights = [1 / (size.responses * size.max_tokens) for _ in lengths]
+    weights = [weight * size.replicas for weight in weights]
     return torch.tensor(weights, dtype=like.dtype, device=like.device)
 
 
