@@ -17,9 +17,6 @@ from longstraw.errors import ConfigError
 NOT_IN_THIS_VERSION = {
     "context_parallel": "prompts are not yet split over ranks",
     "trace": "no trace file is written yet; txn.report has the times",
-    "tiers.engine": "the nvme tier has one engine, with positioned reads and writes",
-    "tiers.pinned": "host pages are pinned exactly when the device is a GPU",
-    "tiers.numa": "host pages are not bound to a NUMA node yet",
 }
 _TIER_KINDS = ("device", "host", "nvme")
 

@@ -60,12 +60,35 @@ def _budget(value: object) -> object:
     return value if value == AUTO else parse_bytes(value)
 
 
+_UNIT = 64 << 10
+
+
+def _block(value: object) -> object:
+    size = parse_bytes(value)
+    if size < _UNIT or size % _UNIT:
+        raise ValueError(f"{value!r} is no multiple of 64KiB, the bytes under one checksum; use such as 4MiB")
+    return size
+
+
+def _node(value: object) -> object:
+    # YAML 1.1 reads a bare `off` as false.
+    if value is False:
+        return "off"
+    if value in (AUTO, "off"):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"expected 'auto', 'off' or the number of a NUMA node, got {value!r}")
+    return value
+
+
 PositiveOrAuto = Annotated[int | Auto, BeforeValidator(_positive_or_auto)]
 Positive = Annotated[int, BeforeValidator(_positive)]
 NotNegative = Annotated[int, BeforeValidator(_not_negative)]
 Flag = Annotated[bool, BeforeValidator(_bool)]
 FlagOrAuto = Annotated[bool | Auto, BeforeValidator(_bool_or_auto)]
 Budget = Annotated[int | Auto, BeforeValidator(_budget)]
+Block = Annotated[int, BeforeValidator(_block)]
+Node = Annotated[int | Literal["auto", "off"], BeforeValidator(_node)]
 
 
 class _Section(BaseModel):
@@ -128,10 +151,12 @@ class DeviceTier(_Section):
 
 
 class HostTier(_Section):
-    """Host memory: pinned where the device is a GPU."""
+    """Host memory: pinned where the device is a GPU, unless the user wants it pageable."""
 
     kind: Literal["host"] = "host"
     budget: Budget = AUTO
+    pinned: FlagOrAuto = AUTO
+    numa: Node = AUTO
 
 
 class NvmeTier(_Section):
@@ -140,7 +165,32 @@ class NvmeTier(_Section):
     kind: Literal["nvme"] = "nvme"
     path: Path
     budget: Budget = AUTO
+    engine: Literal["auto", "posix", "deepspeed", "kvikio"] = AUTO
     checksum: Flag = True
+    threads: Positive = 4
+    block: Block = 4 << 20
+    queue_depth: PositiveOrAuto = AUTO
+
+    @field_validator("checksum")
+    @classmethod
+    def _checked(cls, value: bool, info: ValidationInfo) -> bool:
+        if not value and info.data.get("engine") == "deepspeed":
+            raise ValueError(
+                "false would leave failed writes unseen: engine deepspeed does not look at what its requests return; "
+                "set it to true, or engine to posix"
+            )
+        return value
+
+    @field_validator("queue_depth")
+    @classmethod
+    def _has_queue(cls, value: int | Auto, info: ValidationInfo) -> int | Auto:
+        engine = info.data.get("engine")
+        if value != AUTO and engine in (AUTO, "posix"):
+            raise ValueError(
+                f"{value} is for an engine with a queue, and engine is {engine}: posix has one request a thread; raise "
+                "threads, or set engine to deepspeed or kvikio"
+            )
+        return value
 
 
 Tier = Annotated[DeviceTier | HostTier | NvmeTier, Field(discriminator="kind")]
@@ -198,8 +248,9 @@ class Config(_Section):
         """Plain values, as YAML or JSON can hold them; `Config.load` reads them back to an equal Config."""
         settings = self.model_dump(mode="json")
         for tier in settings["tiers"]:
-            if tier["budget"] != AUTO:
-                tier["budget"] = format_bytes(tier["budget"])
+            for key in ("budget", "block"):
+                if tier.get(key, AUTO) != AUTO:
+                    tier[key] = format_bytes(tier[key])
         return settings
 
     def describe(self) -> str:

@@ -1,32 +1,54 @@
-"""Host memory of an exact size, page-aligned; for CUDA faulted in by several threads and registered."""
+"""Host memory of an exact size, page-aligned; for CUDA faulted in and registered in slices, side by side."""
 
 from __future__ import annotations
 
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 from longstraw.errors import CapacityError
+from longstraw.pagers import limits, numa
+from longstraw.pagers.locking import Locker, make_locker
 from longstraw.resident.placement import format_bytes
 
-REGISTER_BYTES = 1 << 30
+REGISTER_BYTES = 256 << 20
 """Bytes registered with CUDA in one call. A copy must not cross from one such slice into the next."""
+WORKERS = 8
+"""Slices that are faulted in and registered at once. The kernel clears pages at about 1.3 GB/s on one thread."""
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class HostArena:
-    """`nbytes` of host memory as a uint8 tensor, `memory`, and the same bytes for Python's own calls,
-    `bytes`.
+    """`nbytes` of host memory as a uint8 tensor, `memory`, and the same bytes for Python's own calls, `bytes`.
 
-    With a CUDA device it is page-locked: mapped, faulted in, and registered slice by slice. torch's own
-    pinned allocator is not used because it rounds sizes up to powers of two. Raises `CapacityError` if the
-    machine does not give or lock it; there is no fallback to pageable memory.
+    With a CUDA device it is page-locked unless `pinned` is False: mapped, bound to the NUMA node `node` (if one is
+    given), faulted in, and registered, slice by slice. torch's own pinned allocator is not used because it rounds
+    sizes up to powers of two. `registered_with` is what it was registered through, or None.
+
+    Raises CapacityError if the machine does not give or lock it (there is no fallback to pageable memory), and
+    OSError if it cannot be bound to the node.
     """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        device: torch.device,
+        *,
+        pinned: bool = True,
+        node: int | None = None,
+        workers: int = WORKERS,
+    ) -> None:
         self._registered: list[int] = []
-        self._device = device
+        self._locker: Locker | None = None
+        free = limits.free_host_bytes()
+        if nbytes > free:
+            raise CapacityError(
+                f"the machine does not give {format_bytes(nbytes)} of host memory: {limits.describe_host_limits()}; "
+                f"lower the host tier's tiers[i].budget to {format_bytes(free)} or less, or raise the limit"
+            )
         try:
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as cause:
@@ -37,37 +59,50 @@ class HostArena:
         self.bytes = memoryview(mapping)
         with torch.inference_mode(False):
             self.memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        if device.type == "cuda":
-            self._fault_in()
-            self._register()
+        if node is not None:
+            numa.bind(self.memory.data_ptr(), nbytes, node)
+        if device.type == "cuda" and pinned:
+            if _HUGE_PAGES.exists() and nbytes >= 2 << 20:
+                # Fewer, larger pages to fault in and to register.
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._locker = make_locker(device)
+            self._lock_all(self._locker, min(workers, os.cpu_count() or 1))
 
-    def _fault_in(self) -> None:
-        """Touch every memory page from several threads: the kernel clears pages at about 1.3 GB/s on one."""
-        workers = min(8, os.cpu_count() or 1)
-        share = -(-self.memory.numel() // (workers * mmap.PAGESIZE)) * mmap.PAGESIZE
-        parts = [self.memory[i * share : (i + 1) * share : mmap.PAGESIZE] for i in range(workers)]
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(lambda part: part.zero_(), [part for part in parts if part.numel()]))
+    @property
+    def registered_with(self) -> str | None:
+        return self._locker.name if self._locker is not None else None
 
-    def _register(self) -> None:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self._device):
-            for start in range(0, self.memory.numel(), REGISTER_BYTES):
-                size = min(REGISTER_BYTES, self.memory.numel() - start)
-                status = int(runtime.cudaHostRegister(self.memory.data_ptr() + start, size, 0))
-                if status != 0:
-                    self.close()
-                    raise CapacityError(
-                        f"CUDA did not lock {format_bytes(self.memory.numel())} of host memory "
-                        f"(error {status} at {format_bytes(start)}); lower the host "
-                        "tier's tiers[i].budget, or raise the limit of locked memory (ulimit -l, or the "
-                        "container's)"
-                    )
-                self._registered.append(self.memory.data_ptr() + start)
+    def _lock_all(self, locker: Locker, workers: int) -> None:
+        total = self.memory.numel()
+        starts = list(range(0, total, REGISTER_BYTES))
+        # The first alone: where locking is forbidden, that shows before the rest is faulted in.
+        failures = [self._lock_slice(locker, starts[0])]
+        if failures == [None] and len(starts) > 1:
+            with ThreadPoolExecutor(min(workers, len(starts) - 1), "longstraw-register") as pool:
+                failures += pool.map(lambda start: self._lock_slice(locker, start), starts[1:])
+        for failure in failures:
+            if failure is not None:
+                start, status = failure
+                self.close()
+                raise CapacityError(
+                    f"CUDA did not lock {format_bytes(total)} of host memory (error {status} at "
+                    f"{format_bytes(start)}): {limits.describe_locked_limit()}; {limits.describe_host_limits()}. Lower "
+                    "the host tier's tiers[i].budget, or, to train with slower copies, set its pinned to false"
+                )
+
+    def _lock_slice(self, locker: Locker, start: int) -> tuple[int, int] | None:
+        """Fault in and register one slice. Where it failed and CUDA's error, or None."""
+        part = self.memory[start : start + REGISTER_BYTES]
+        part[:: mmap.PAGESIZE].zero_()
+        status = locker.register(part.data_ptr(), part.numel())
+        if status != 0:
+            return start, status
+        self._registered.append(part.data_ptr())
+        return None
 
     def close(self) -> None:
         """Unregister. No copy may be on its way. The memory goes when its last tensor does. Idempotent."""
         while self._registered:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            status = int(runtime.cudaHostUnregister(self._registered.pop()))
+            assert self._locker is not None
+            status = self._locker.unregister(self._registered.pop())
             assert status == 0, f"cudaHostUnregister: error {status}"

@@ -11,6 +11,7 @@ import torch
 from longstraw.errors import CapacityError
 from longstraw.pagers.arena import REGISTER_BYTES, HostArena
 from longstraw.pagers.extents import ExtentAllocator
+from longstraw.pagers.numa import UNBOUND, Binding
 from longstraw.pagers.protocol import Extent
 from longstraw.pagers.transfer import DoneTransfer, Transfer, record_on, side_streams
 from longstraw.resident.placement import format_bytes
@@ -20,17 +21,28 @@ class HostPager:
     """`budget` bytes of host memory.
 
     Each growth step is one arena of exactly the missing bytes; arenas stay between transactions, because
-    locking memory is slow. On a CPU the rows are used where they lie. On CUDA they are copied on one stream
-    each way.
+    locking memory is slow. On a CPU the rows are used where they lie. On CUDA they are page-locked (unless
+    `pinned` is False) and copied on one stream each way. `numa` is the node that they are bound to: a binding
+    that was not asked for by name is lifted where the kernel refuses it, and `describe` says so.
     """
 
     kind: Literal["host"] = "host"
 
-    def __init__(self, budget: int, device: torch.device, name: str = "host") -> None:
+    def __init__(
+        self,
+        budget: int,
+        device: torch.device,
+        name: str = "host",
+        *,
+        pinned: bool = True,
+        numa: Binding = UNBOUND,
+    ) -> None:
         self.name = name
         self.device = device
         self.budget = budget
         self.peak = 0
+        self._pinned = pinned
+        self._binding = numa
         self._extents = ExtentAllocator()
         self._arenas: dict[int, HostArena] = {}  # by offset, ascending
         self._starts: list[int] = []
@@ -55,10 +67,22 @@ class HostPager:
                 f"{format_bytes(self.used)} of {format_bytes(self.budget)} used, the largest hole is "
                 f"{format_bytes(self.largest_free())}; raise its tiers[i].budget"
             )
-        arena = HostArena(nbytes, self.device)
+        arena = self._make_arena(nbytes)
         start = self._extents.add_region(nbytes)
         self._arenas[start] = arena
         self._starts = list(self._arenas)
+
+    def _make_arena(self, nbytes: int) -> HostArena:
+        try:
+            return HostArena(nbytes, self.device, pinned=self._pinned, node=self._binding.node)
+        except OSError as refusal:
+            if self._binding.asked:
+                raise CapacityError(
+                    f"tier {self.name}: {format_bytes(nbytes)} cannot be bound to NUMA node {self._binding.node} "
+                    f"({refusal}); lower its tiers[i].budget, or set its numa to off"
+                ) from refusal
+            self._binding = Binding(node=None, why=f"not to node {self._binding.node}: {refusal}")
+            return HostArena(nbytes, self.device, pinned=self._pinned)
 
     def _drop_empty(self) -> bool:
         """Give back one arena that holds nothing; says whether there was one."""
@@ -131,9 +155,21 @@ class HostPager:
                 stream.synchronize()
 
     def describe(self) -> str:
-        how = "page-locked, copied" if self.device.type == "cuda" else "used in place"
         size = format_bytes(self._extents.capacity)
-        return f"{self.name}: {format_bytes(self.budget)} of host memory, {size} in {len(self._arenas)} arenas, {how}"
+        node = self._binding.node
+        where = f"bound to NUMA node {node}" if node is not None else "not bound to a NUMA node"
+        return (
+            f"{self.name}: {format_bytes(self.budget)} of host memory, {size} in {len(self._arenas)} arenas, "
+            f"{self._how()}, {where} ({self._binding.why})"
+        )
+
+    def _how(self) -> str:
+        if self.device.type != "cuda":
+            return "used in place"
+        if not self._pinned:
+            return "pageable as asked (pinned: false), copied slowly"
+        through = {arena.registered_with for arena in self._arenas.values() if arena.registered_with}
+        return f"page-locked{f' through {through.pop()}' if through else ''}, copied"
 
     def close(self) -> None:
         self._synchronize()

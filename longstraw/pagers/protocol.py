@@ -29,11 +29,20 @@ class Pager(Protocol):
     """
 
     name: str
-    kind: Literal["device", "host", "nvme"]
     device: torch.device
     budget: int
-    used: int
-    peak: int
+
+    @property
+    def kind(self) -> Literal["device", "host", "nvme"]:
+        """What the tier is."""
+
+    @property
+    def used(self) -> int:
+        """Bytes allocated now."""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were allocated."""
 
     def grow_to(self, nbytes: int) -> None:
         """Have memory for `nbytes` in all (used and free). Raises `CapacityError` if the machine has it

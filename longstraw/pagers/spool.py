@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import secrets
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from longstraw.errors import CapacityError, ConfigError
+from longstraw.pagers.run_directory import RunDirectory, reclaim
 from longstraw.resident.placement import format_bytes
 
 SECTOR = 4096
@@ -25,8 +25,9 @@ class SpoolFile:
     """A file in a directory of its own under `path`, which must exist.
 
     The directory (mode 0700) and the file (0600) are created exclusively and unlinked at once, so that a
-    crash leaves no bytes behind; where the filesystem refuses that, they go in `close`. Direct I/O is used if
-    the filesystem takes it, else buffered I/O, with a `RuntimeWarning`; `direct` says which.
+    crash leaves no bytes behind; where the filesystem refuses that, they go in `close`, or when a later run
+    begins there and finds the directory's lease free. Direct I/O is used if the filesystem takes it, else
+    buffered I/O, with a `RuntimeWarning`; `direct` says which. `reclaimed` is what dead runs had left.
 
     Raises `ConfigError` if `path` is no directory that files can be made in.
     """
@@ -34,17 +35,17 @@ class SpoolFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        self._left_behind: Path | None = None
+        self._left_behind: RunDirectory | None = None
         if not path.is_dir():
             raise ConfigError(f"tiers[i].path: {path} is not a directory; create it, or name one that exists")
-        directory = path / f".longstraw-{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            directory.mkdir(mode=0o700)
+            self.reclaimed = reclaim(path)
+            directory = RunDirectory(path)
             try:
                 self._buffered, direct = self._open(directory)
             except BaseException:
-                (directory / _FILE).unlink(missing_ok=True)
-                directory.rmdir()
+                directory.remove(*os.listdir(directory.fd))
+                directory.close()
                 raise
         except OSError as cause:
             raise ConfigError(
@@ -65,32 +66,29 @@ class SpoolFile:
                 stacklevel=3,
             )
 
-    def _open(self, directory: Path) -> tuple[int, int | None]:
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-        # Names are looked up in the opened directory: nobody can swap it for another meanwhile.
-        at = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    def _open(self, directory: RunDirectory) -> tuple[int, int | None]:
+        buffered = directory.open(_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        direct: int | None = None
         try:
-            buffered = os.open(_FILE, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=at)
-            direct: int | None = None
-            try:
-                direct = os.open(_FILE, flags | os.O_DIRECT, dir_fd=at)
-            except OSError as refusal:
-                if refusal.errno != errno.EINVAL:
-                    os.close(buffered)
-                    raise
-            try:
-                os.unlink(_FILE, dir_fd=at)
-                directory.rmdir()
-            except OSError as refusal:
-                self._left_behind = directory
-                warnings.warn(
-                    f"{directory} stays until the tier is closed, also after a crash: {refusal}",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-            return buffered, direct
-        finally:
-            os.close(at)
+            direct = directory.open(_FILE, os.O_RDWR | os.O_DIRECT)
+        except OSError as refusal:
+            if refusal.errno != errno.EINVAL:
+                os.close(buffered)
+                raise
+        try:
+            directory.remove(_FILE)
+        except OSError as refusal:
+            # The directory stays, and its lease with it.
+            self._left_behind = directory
+            warnings.warn(
+                f"{directory.path} stays until the tier is closed, or, after a crash, until the next run there or "
+                f"`longstraw clean {self.path}`: {refusal}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        else:
+            directory.close()
+        return buffered, direct
 
     def _probe(self) -> None:
         """Write and read one sector: some filesystems refuse direct I/O only then."""
@@ -126,13 +124,29 @@ class SpoolFile:
             ) from cause
         self.size = size
 
+    @property
+    def reopen_path(self) -> str:
+        """A path by which this process opens the file again, though it has no name."""
+        return f"/proc/self/fd/{self._buffered}"
+
+    def measure(self) -> int:
+        """Bytes that the file has now; fewer than `size` if someone cut it."""
+        return os.fstat(self._buffered).st_size
+
     def read(self, into: memoryview, offset: int) -> None:
         """Fill `into` from `offset` on. Raises `OSError` if the file ends before."""
         self._whole(os.preadv, into, offset, "read")
+        self._drop_cache(offset, len(into))
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of `data` at `offset`. Raises `OSError` if the device does not take it."""
         self._whole(os.pwritev, data, offset, "write")
+        self._drop_cache(offset, len(data))
+
+    def _drop_cache(self, offset: int, size: int) -> None:
+        # Written pages are on their way to the disk then, and go when the next call finds them clean.
+        if not self.direct:
+            os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def _whole(
         self, call: Callable[[int, list[memoryview], int], int], data: memoryview, offset: int, what: str
@@ -159,6 +173,9 @@ class SpoolFile:
         os.close(self._buffered)
         self._fd = self._buffered = -1
         if self._left_behind is not None:
-            (self._left_behind / _FILE).unlink(missing_ok=True)
-            self._left_behind.rmdir()
-            self._left_behind = None
+            try:
+                # Someone may have removed the name under us: only what is there can go.
+                self._left_behind.remove(*os.listdir(self._left_behind.fd))
+            finally:
+                self._left_behind.close()
+                self._left_behind = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from longstraw.pagers import debug
 from longstraw.pagers.transfer import Ended, Transfer, record
 
 
@@ -22,11 +23,12 @@ class StagingPool:
     """Slots handed out by size: the smallest free one that is large enough, else a new one.
 
     A pool outlives the passes that use it. `bytes` is the size of all slots now, `peak` the largest it has
-    been.
+    been. In debug mode a slot is full of NaN when it is handed out.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._poisons = debug.enabled()
         self._free: list[Slot] = []
         self.bytes = 0
         self.peak = 0
@@ -34,6 +36,15 @@ class StagingPool:
     def acquire(self, nbytes: int, new_bytes: int | None = None) -> Slot:
         """A slot of `nbytes` or more. A new one gets `new_bytes`, the largest that its user will ask for
         again."""
+        slot = self._acquire(nbytes, new_bytes)
+        if self._poisons:
+            for transfer in slot.after:
+                transfer.wait()
+            slot.buffer.fill_(debug.POISON)
+            slot.after = (record(self.device),)
+        return slot
+
+    def _acquire(self, nbytes: int, new_bytes: int | None) -> Slot:
         fitting = [slot for slot in self._free if slot.buffer.numel() >= nbytes]
         if fitting:
             # Of equal sizes the one whose last copy is done comes first: nothing has to wait for it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from longstraw.errors import PageStateError
@@ -11,7 +11,7 @@ from longstraw.resident.placement import PlacedRun, Reservation, TierBudget, pla
 from longstraw.resident.segment import Run, Segment
 
 if TYPE_CHECKING:
-    from longstraw.pagers.protocol import Pager
+    from longstraw.pagers.protocol import Extent, Pager
 
 __all__ = ["PageStore", "Segment"]
 
@@ -24,9 +24,17 @@ class PageStore:
 
     `bytes_read` and `bytes_written` count the bytes copied from and to each tier, by its name, `reads` and
     `writes` the copies. Rows used where they lie are not copied and not counted.
+
+    `poison` is debug mode's: called for each extent that holds nothing, when it is new, when its segment is
+    voided, and before it is freed.
     """
 
-    def __init__(self, pagers: Sequence[Pager], page_rows: int = 1024) -> None:
+    def __init__(
+        self,
+        pagers: Sequence[Pager],
+        page_rows: int = 1024,
+        poison: Callable[[Pager, Extent], None] | None = None,
+    ) -> None:
         names = [pager.name for pager in pagers]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a store needs one pager or more, of different names, not {names}")
@@ -34,6 +42,7 @@ class PageStore:
             raise ValueError(f"page_rows must be at least 1, not {page_rows}")
         self.pagers = tuple(pagers)
         self.page_rows = page_rows
+        self._poison = poison
         self._owners: dict[str, list[Segment]] = {}
         self.bytes_read = dict.fromkeys(names, 0)
         self.bytes_written = dict.fromkeys(names, 0)
@@ -87,6 +96,8 @@ class PageStore:
                 rows = hole // self.page_rows * self.page_rows
             extent = pager.allocate(round_up(rows * row_bytes))
             made.append(Run(tier=placed.tier, pager=pager, extent=extent, start=start, stop=start + rows))
+            if self._poison is not None:
+                self._poison(pager, extent)
             start += rows
 
     def release(self, owner: str, *, force: bool = False) -> None:
@@ -107,6 +118,9 @@ class PageStore:
             segment.void()
             segment.released = True
             for run in segment.runs:
+                # What is free on a disk nobody can look at, and release must not fail where the disk does.
+                if self._poison is not None and run.pager.kind != "nvme":
+                    self._poison(run.pager, run.extent)
                 run.pager.free(run.extent)
         self._owners.pop(owner, None)
 
@@ -120,6 +134,9 @@ class PageStore:
         if segment.leases:
             raise PageStateError(f"cannot void {segment}: a lease is open ({segment.leases[0]})")
         segment.void()
+        if self._poison is not None:
+            for run in segment.runs:
+                self._poison(run.pager, run.extent)
 
     def lease(self, segment: Segment, start: int, stop: int, access: Access) -> Lease:
         """A lease on rows [start, stop), not yet opened."""

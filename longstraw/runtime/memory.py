@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import psutil
 import torch
 
-_CGROUP = Path("/sys/fs/cgroup")
+from longstraw.pagers.limits import free_host_bytes
+
+__all__ = ["free_device_bytes", "free_host_bytes", "is_out_of_memory", "release_cached"]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -16,15 +15,6 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # torch has no type of its own for this on the CPU.
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-
-
-def free_host_bytes() -> int:
-    """Bytes that this process may still take from the host, the container's limit included."""
-    free = psutil.virtual_memory().available
-    limit, used = _read_number(_CGROUP / "memory.max"), _read_number(_CGROUP / "memory.current")
-    if limit is not None and used is not None:
-        free = min(free, limit - used)
-    return max(free, 0)
 
 
 def free_device_bytes(device: torch.device) -> int:
@@ -39,11 +29,3 @@ def release_cached(device: torch.device) -> None:
     """Give torch's cached blocks back, so that a narrower retry does not meet the fragments of the wider try."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _read_number(path: Path) -> int | None:
-    # "max" where the group is unlimited; no file where cgroup v2 is not mounted.
-    if not path.exists():
-        return None
-    text = path.read_text().strip()
-    return int(text) if text.isdigit() else None

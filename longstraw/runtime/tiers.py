@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from longstraw.config import AUTO, Config, NvmeTier, Tier
+from longstraw.config import AUTO, Config, HostTier, NvmeTier, Tier
 from longstraw.errors import ConfigError
+from longstraw.pagers import debug
+from longstraw.pagers.debug import DelayedPager
 from longstraw.pagers.device import DevicePager
+from longstraw.pagers.engines import EngineSettings
 from longstraw.pagers.host import HostPager
+from longstraw.pagers.numa import choose_node
 from longstraw.pagers.nvme import NvmePager
 from longstraw.pagers.protocol import Pager
 from longstraw.resident.store import PageStore
 from longstraw.runtime.memory import free_device_bytes, free_host_bytes
 
-_SHARE = {"device": 0.4, "host": 0.7, "nvme": 0.8}
+TIER_SHARE = {"device": 0.4, "host": 0.7, "nvme": 0.8}
 """What `budget: auto` takes of the bytes that are free when the runtime is made."""
 
 
@@ -32,12 +38,43 @@ def build_store(config: Config, device: torch.device) -> PageStore:
         if isinstance(tier, NvmeTier):
             # Several disks may be given: their tiers are told apart by number.
             name = "nvme" if sum(pager.kind == "nvme" for pager in pagers) == 0 else f"nvme{index}"
-            pagers.append(NvmePager(tier.path, budget, device, checksum=tier.checksum, name=name))
-        elif tier.kind == "host":
-            pagers.append(HostPager(budget, device))
+            pagers.append(_nvme(tier, index, budget, device, name))
+        elif isinstance(tier, HostTier):
+            pagers.append(_host(tier, index, budget, device))
         else:
             pagers.append(DevicePager(budget, device))
+    if debug.enabled():
+        return PageStore(
+            [DelayedPager(pager) for pager in pagers], page_rows=config.pages.tokens, poison=debug.poison
+        )
     return PageStore(pagers, page_rows=config.pages.tokens)
+
+
+def _nvme(tier: NvmeTier, index: int, budget: int, device: torch.device, name: str) -> Pager:
+    settings = EngineSettings(threads=tier.threads, block=tier.block, queue_depth=tier.queue_depth)
+    with _named(index):
+        return NvmePager(
+            tier.path, budget, device, checksum=tier.checksum, name=name, engine=tier.engine, settings=settings
+        )
+
+
+def _host(tier: HostTier, index: int, budget: int, device: torch.device) -> Pager:
+    if tier.pinned is True and device.type != "cuda":
+        raise ConfigError(
+            f"tiers[{index}].pinned: true, but the device is {device}, where host pages are used in place and never "
+            "copied; set it to auto"
+        )
+    with _named(index):
+        return HostPager(budget, device, pinned=tier.pinned is not False, numa=choose_node(tier.numa, device))
+
+
+@contextmanager
+def _named(index: int) -> Iterator[None]:
+    """Errors raised within name the tier by its place: a pager does not know it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("tiers[i]", f"tiers[{index}]")) from error
 
 
 def resolve_budget(tier: Tier, slower: tuple[Tier, ...], device: torch.device) -> int:
@@ -50,7 +87,7 @@ def resolve_budget(tier: Tier, slower: tuple[Tier, ...], device: torch.device) -
     if tier.budget != AUTO:
         return tier.budget
     if isinstance(tier, NvmeTier):
-        return int(shutil.disk_usage(tier.path).free * _SHARE["nvme"])
+        return int(shutil.disk_usage(tier.path).free * TIER_SHARE["nvme"])
     if tier.kind == "host":
-        return int(free_host_bytes() * _SHARE["host"])
-    return 0 if slower else int(free_device_bytes(device) * _SHARE["device"])
+        return int(free_host_bytes() * TIER_SHARE["host"])
+    return 0 if slower else int(free_device_bytes(device) * TIER_SHARE["device"])
