@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from longstraw.cli.demo import demo
+from longstraw.cli.plan import plan
 from longstraw.cli.verify import verify
 from longstraw.errors import LongstrawError
 
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(plan)
 app.command()(verify)
 
 
@@ -40,7 +42,7 @@ def options(
 
 
 def main() -> None:
-    """Entry point. Exit status: 0, 1 if `verify` found a difference, 2 for a mistake in what was asked."""
+    """Entry point. Exit status 0; 1 if `verify` found a difference or `plan` no fit; 2 for a mistake of the user's."""
     try:
         app()
     except LongstrawError as error:

@@ -231,7 +231,8 @@ class Engine:
         # Sizes must not change between scoring and replay, or the two would round differently: what is free is read
         # once, before the first graph is built, and out-of-memory retries correct it downwards.
         if self._free_bytes is None:
-            self._free_bytes = free_device_bytes(self.device)
+            # The sums of parameters' gradients are not there yet, and will stay beside every graph.
+            self._free_bytes = max(free_device_bytes(self.device) - self.sharding.gradient_bytes(), 0)
         return self._free_bytes
 
     def begin_peak(self) -> None:

@@ -103,7 +103,7 @@ class ForwardPass:
 
     def __enter__(self) -> Self:
         if self.state is not None:
-            self._forward = self.state.stream(self._schedule(self.state, backward=False))
+            self._forward = self.state.stream(self.schedule(backward=False))
         return self
 
     def __exit__(
@@ -149,7 +149,10 @@ class ForwardPass:
             and index == self.state.layers[-1].index
         )
 
-    def _schedule(self, state: PromptState, *, backward: bool) -> list[Request]:
+    def schedule(self, *, backward: bool) -> list[Request]:
+        """What the pass asks of the pages, in order. A planner counts it without running the pass."""
+        state = self.state
+        assert state is not None, "a probe asks for nothing"
         schedule: list[Request] = []
         for layer in reversed(state.layers) if backward else state.layers:
             schedule += self._layer_backward(state, layer) if backward else self._layer_forward(state, layer)
@@ -202,5 +205,5 @@ class ForwardPass:
         """The backward's stream, opened when first asked for."""
         if self._backward is None:
             assert self.state is not None and self._forward is not None, "the pass is not open"
-            self._backward = self.state.stream(self._schedule(self.state, backward=True))
+            self._backward = self.state.stream(self.schedule(backward=True))
         return self._backward

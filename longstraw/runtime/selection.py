@@ -54,7 +54,7 @@ def select(io: LayerIO, index: Index | None) -> Tensor:
     Without an `index` they are those of the last layer that had one. A recomputed layer gets the selection of its
     first run: the index keys stream by once.
     """
-    selection = io.kept(_SELECTION) if io.recomputing else None
+    selection = io.kept(_SELECTION)
     if selection is None:
         selection = io.shared(_SELECTION) if index is None else _select(io, index)
     assert selection is not None, f"layer {io.spec.index} shares a selection, but no layer before it made one"

@@ -1,0 +1,195 @@
+"""A transformers config's `Blueprint`: the runtime's own probe on a model whose tensors have shapes and no memory."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from longstraw.errors import ConfigError
+from longstraw.integrations.plain import PlainSharding
+from longstraw.integrations.transformers.adapter import TransformersAdapter
+from longstraw.integrations.transformers.checks import find_attentions
+from longstraw.integrations.transformers.families import family_of
+from longstraw.planner.blueprint import Blueprint, LayerWork
+from longstraw.resident.state import StateKind
+from longstraw.runtime.layer_spec import LayerSpec
+from longstraw.runtime.passes import ForwardPass
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHUNK = 64
+"""Tokens of a chunk of the delta rule, in the kernels that compute it."""
+
+
+def read_config(source: str | Path) -> Any:
+    """The config of a model's folder, or in a config.json.
+
+    Raises ConfigError if there is none, or transformers does not know its type.
+    """
+    path = Path(source)
+    if not path.exists():
+        raise ConfigError(f"{source}: no such folder or file; give a model's folder, or its config.json")
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{source}: no config that transformers can read ({error})") from error
+
+
+def blueprint(config: Any, *, dtype: torch.dtype = torch.bfloat16, lora_rank: int | None = None) -> Blueprint:
+    """The blueprint of a causal LM with this config; no weight is made and nothing is computed.
+
+    Args:
+        config: a transformers config, a multimodal one too.
+        dtype: of weights and activations.
+        lora_rank: of LoRA matrices, of the same dtype, on every linear layer but the head; None trains all weights.
+
+    Raises:
+        UnsupportedModelError: some layer is of no supported family.
+        ConfigError: `lora_rank` is asked for without PEFT, or a model with experts in another dtype than bfloat16.
+    """
+    text = copy.deepcopy(config.get_text_config())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(text, dtype=dtype)
+    if model._can_set_experts_implementation():
+        # Grouped products of experts have shapes wherever tokens are routed; a loop over experts has not.
+        if dtype != torch.bfloat16:
+            raise ConfigError(f"--dtype {str(dtype).removeprefix('torch.')}: experts are planned in bfloat16 only")
+        model.set_experts_implementation("grouped_mm")
+    model.train()
+    # What a user of such a model has to switch off as well.
+    for key in ("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout"):
+        if getattr(text, key, 0.0):
+            setattr(text, key, 0.0)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    base, values = model, sum(p.numel() for p in model.parameters())
+    if lora_rank is not None:
+        model = _with_lora(model, lora_rank).to(dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _without_memory(model)
+        adapter = _ShapeAdapter(_ShapeSharding(model, wide=True), text, dtype)
+        profile = adapter.profile()
+    mixers = {index: mixer for index, (_, mixer) in find_attentions(base).items()}
+    head = base.get_output_embeddings()
+    embeddings = {id(p) for p in (*base.get_input_embeddings().parameters(), *head.parameters())}
+    parameters = list(model.parameters())
+    leaves = [p for p in parameters if p.requires_grad]
+    matrices = [(p, _met(p, text)) for p in parameters if p.dim() in (2, 3) and id(p) not in embeddings]
+    # A depthwise convolution's weight [channels, 1, taps] is no matrix of tokens.
+    convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
+    matrices = [(p, met) for p, met in matrices if id(p) not in convolutions]
+    return Blueprint(
+        name=f"{config.model_type}, {values / 1e9:.2f} B parameters",
+        profile=profile,
+        work=tuple(_work(layer, mixers[layer.index], text) for layer in profile.layers),
+        parameters=sum(p.numel() for p in parameters),
+        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        trained=sum(p.numel() for p in leaves),
+        gradient_bytes=sum(p.numel() * max(p.element_size(), 4) for p in leaves),
+        model_gradient_bytes=sum(p.numel() * p.element_size() for p in leaves),
+        largest_gradient=max((p.numel() * p.element_size() for p in leaves), default=0),
+        matrices=int(sum(met for _, met in matrices)),
+        trained_matrices=int(sum(met for p, met in matrices if p.requires_grad)),
+        head=sum(p.numel() for p in head.parameters()),
+        head_trained=any(p.requires_grad for p in head.parameters()),
+        element=dtype.itemsize,
+    )
+
+
+def _with_lora(model: Any, rank: int) -> Any:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError("--lora needs PEFT: install longstraw[peft]") from error
+    return get_peft_model(
+        model, LoraConfig(task_type="CAUSAL_LM", r=rank, lora_dropout=0.0, target_modules="all-linear")
+    )
+
+
+def _without_memory(model: nn.Module) -> None:
+    """Put shapes on a CPU in the place of the model's tensors on the meta device, which autocast does not know."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, old in table.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new = torch.empty_like(old, device="cpu")
+                    is_parameter = isinstance(old, nn.Parameter)
+                    # The old one is held too, or its id could come again.
+                    made[id(old)] = (
+                        nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new,
+                        old,
+                    )
+                table[name] = made[id(old)][0]  # type: ignore[assignment]
+
+
+class _ShapeSharding(PlainSharding):
+    def storages(self) -> set[int]:
+        # Without memory there are no addresses; the storage objects tell tensors apart.
+        return {p.untyped_storage()._cdata for _, p in self.parameters()}
+
+
+class _ShapeAdapter(TransformersAdapter):
+    def __init__(self, sharding: PlainSharding, config: Any, dtype: torch.dtype) -> None:
+        super().__init__(sharding)
+        # Values cannot be compared without memory; the real model's are.
+        self._logits_untouched = True
+        families = [(family_of(mixer), mixer) for _, mixer in self._layers.values()]
+        layers = [family.spec(mixer, config, dtype) for family, mixer in families if family is not None]
+        self._latent = [layer for layer in layers if any(spec.name == "latent" for spec in layer.states)]
+        self._heads: int = config.num_attention_heads
+        self._top_k: int = getattr(config, "index_topk", 0)
+
+    def run(self, forward: ForwardPass, input_ids_S: Tensor, positions_S: Tensor) -> Tensor:
+        # A selection's values are read on the host, and these tensors have none. As in a recomputation, the layer
+        # finds its selection and its output known already.
+        tokens = len(input_ids_S)
+        for layer in self._latent:
+            latent = layer.spec("latent")
+            shape = (tokens, self._heads, *latent.fields[0].shape)
+            out = torch.empty(shape, dtype=latent.dtype)
+            forward.kept[layer.index, "attention"] = (out, torch.empty(shape[:2], dtype=torch.float32))
+            if any(spec.name == "index" for spec in layer.states):
+                selected = min(self._top_k, tokens)
+                forward.kept[layer.index, "selection"] = torch.empty(tokens, selected, dtype=torch.int32)
+        return super().run(forward, input_ids_S, positions_S)
+
+
+def _met(parameter: Tensor, config: Any) -> float:
+    """Values of a matrix that a token is multiplied with: of stacked experts, those that it is routed to."""
+    if parameter.dim() == 2:
+        return float(parameter.numel())
+    experts = next((n for key in _EXPERTS if (n := getattr(config, key, None))), None)
+    if experts != parameter.shape[0]:
+        return float(parameter.numel())
+    return parameter.numel() * float(config.num_experts_per_tok) / experts
+
+
+def _work(layer: LayerSpec, mixer: Any, config: Any) -> LayerWork:
+    states = {spec.name: spec for spec in layer.states}
+    if "kv" in states:
+        heads, head_dim = states["attention_out"].fields[0].shape
+        return LayerWork(kind="attention", head_dim=head_dim, pair=4.0 * heads * head_dim)
+    if "window" in states:
+        rows, _, head_dim = states["window"].fields[0].shape
+        heads = config.num_attention_heads
+        return LayerWork(kind="window", head_dim=head_dim, pair=4.0 * heads * head_dim, sees=rows + 1)
+    if "latent" in states:
+        fields = {field.name: field.elements for field in states["latent"].fields}
+        pair = 2.0 * config.num_attention_heads * (2 * fields["c_kv"] + fields["k_rope"])
+        sparse = getattr(config, "index_topk", None) if hasattr(mixer, "indexer") else None
+        scan = 2.0 * config.index_n_heads * config.index_head_dim if "index" in states else 0.0
+        kind = "latent" if sparse is None else "sparse latent"
+        return LayerWork(kind=kind, head_dim=fields["c_kv"], pair=pair, sees=sparse, scan=scan)
+    heads, k_dim, v_dim = states["recurrent"].fields[0].shape
+    assert states["recurrent"].kind is StateKind.CARRIED
+    # Per head: state in and out (2 products of k_dim x v_dim), and the chunk's own triangles.
+    return LayerWork(kind="recurrent", token=heads * (6.0 * k_dim * v_dim + 4.0 * _CHUNK * (k_dim + v_dim)))

@@ -1,0 +1,8 @@
+"""What a step will take, before it runs: bytes by tier, operations and seconds by phase, and what binds them."""
+
+from longstraw.planner.advice import advise
+from longstraw.planner.blueprint import Blueprint, LayerWork
+from longstraw.planner.machine import Machine
+from longstraw.planner.plan import Plan, Workload, make_plan
+
+__all__ = ["Blueprint", "LayerWork", "Machine", "Plan", "Workload", "advise", "make_plan"]

@@ -1,0 +1,243 @@
+"""The plan of one step: cut as the runtime would cut it, then memory by tier and seconds by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from longstraw.config import Config
+from longstraw.errors import CapacityError, ConfigError
+from longstraw.planner.blueprint import Blueprint
+from longstraw.planner.machine import Machine
+from longstraw.planner.memory import DeviceMemory, device_memory, gradient_sums
+from longstraw.planner.pages import DEVICE, CountingPager, Traffic, budgets, prompt_state
+from longstraw.planner.seconds import Costs, PhaseCost
+from longstraw.resident.placement import format_bytes
+from longstraw.runtime.passes import ForwardPass, Purpose
+from longstraw.runtime.prompt_state import PromptState
+from longstraw.runtime.reservations import Wish, placed_specs, wishes
+from longstraw.runtime.sizing import GraphSize, plan_chunks, plan_lanes, size_chunk, size_lane
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What a step trains on: one prompt of `prompt` tokens with `group` responses of `response` tokens each."""
+
+    prompt: int
+    group: int
+    response: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompt", 2), ("group", 1), ("response", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{name} {getattr(self, name)} is too small; use at least {least}")
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What a step will take.
+
+    Attributes:
+        lane, chunk: tokens and checkpointing of lanes and chunks.
+        lanes, chunks: how many there are.
+        kept_output_layers: layers whose attention outputs are kept; of `outputs_possible`.
+        memory: of the device.
+        pages: bytes of prompt state, of its gradient, and of kept attention outputs.
+        tiers: by name: kind, budget and bytes used.
+        phases: capture, replay, backward, sweep; empty for a plan that does not fit, or was not asked to count.
+        problem: why it cannot run, or None.
+    """
+
+    workload: Workload
+    blueprint: Blueprint
+    machine: Machine
+    config: Config
+    lane: GraphSize
+    chunk: GraphSize
+    lanes: int
+    chunks: int
+    kept_output_layers: int
+    outputs_possible: int
+    memory: DeviceMemory
+    pages: dict[str, int]
+    tiers: dict[str, dict[str, Any]]
+    phases: dict[str, PhaseCost] = field(default_factory=dict)
+    problem: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of all phases."""
+        return sum(phase.seconds for phase in self.phases.values())
+
+    @property
+    def pin_seconds(self) -> float:
+        """What the first step takes beside that: host pages are locked once."""
+        host = sum(tier["used"] for tier in self.tiers.values() if tier["kind"] == "host")
+        return host / self.machine.pin
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "model": self.blueprint.name,
+            "machine": self.machine.name,
+            "workload": asdict(self.workload),
+            "fits": self.problem is None,
+            "problem": self.problem,
+            "lane": asdict(self.lane) | {"count": self.lanes},
+            "chunk": asdict(self.chunk) | {"count": self.chunks},
+            "kept_output_layers": self.kept_output_layers,
+            "device_memory": self.memory.to_dict(),
+            "device_bytes": self.machine.device_bytes,
+            "pages": self.pages,
+            "tiers": self.tiers,
+            "phases": {name: asdict(cost) | {"binds": cost.binds} for name, cost in self.phases.items()},
+            "seconds": self.seconds,
+            "pin_seconds": self.pin_seconds,
+        }
+
+
+def make_plan(
+    blueprint: Blueprint, workload: Workload, config: Config, machine: Machine, *, timed: bool = True
+) -> Plan:
+    """The plan of one process with one GPU.
+
+    Args:
+        timed: whether to count operations and traffic as well.
+    """
+    profile, rows = blueprint.profile, workload.prompt - 1
+    lengths = [workload.response] * workload.group
+    exact = config.gradient.prompt == "exact"
+    free = machine.device_bytes - machine.context_bytes - blueprint.weight_bytes - gradient_sums(blueprint, config)
+    free = max(free, 0)
+    lane = size_lane(
+        profile,
+        lengths,
+        free=free,
+        device=DEVICE,
+        lane_tokens=config.replay.lane_tokens,
+        checkpoint=config.replay.checkpoint,
+        logit_block_tokens=config.replay.logit_block_tokens,
+    )
+    chunk = size_chunk(
+        profile,
+        rows,
+        free=free,
+        device=DEVICE,
+        chunk_tokens=config.capture.chunk_tokens,
+        checkpoint=config.replay.checkpoint,
+    )
+    lanes = [[lengths[i] for i in indices] for indices in plan_lanes(lengths, lane.tokens)]
+    chunks = plan_chunks(rows, chunk.tokens)
+    pagers = budgets(config, machine)
+    problem = None
+    try:
+        state = prompt_state(pagers, profile, chunks, config)
+    except CapacityError as error:
+        problem = str(error)
+        state = prompt_state(_boundless(pagers), profile, chunks, config)
+    memory = device_memory(
+        blueprint,
+        config,
+        lane=lane,
+        lane_tokens=max(map(sum, lanes)),
+        chunk=chunk,
+        state=state,
+        rows=rows,
+        device_pages=sum(pager.used for pager in pagers if pager.kind == "device"),
+    )
+    room = machine.device_bytes - machine.context_bytes
+    if memory.total > room and problem is None:
+        problem = (
+            f"the device cannot hold the step: {format_bytes(memory.total)} needed, {format_bytes(room)} of "
+            f"{machine.name} usable"
+        )
+    plan = Plan(
+        workload=workload,
+        blueprint=blueprint,
+        machine=machine,
+        config=config,
+        lane=lane,
+        chunk=chunk,
+        lanes=len(lanes),
+        chunks=len(chunks),
+        kept_output_layers=state.kept_output_layers,
+        outputs_possible=sum(any(spec.output for spec in layer.states) for layer in profile.layers[:-1]),
+        memory=memory,
+        pages=_page_bytes(blueprint, chunks, config, state),
+        tiers={pager.name: {"kind": pager.kind, "budget": pager.budget, "used": pager.used} for pager in pagers},
+        problem=problem,
+    )
+    if timed and problem is None:
+        plan.phases = _phases(plan, state, lanes, chunks, exact)
+    return plan
+
+
+def _boundless(pagers: Sequence[CountingPager]) -> list[CountingPager]:
+    return [CountingPager(pagers[-1].kind, 1 << 62, pagers[-1].name)]
+
+
+def _page_bytes(
+    blueprint: Blueprint, chunks: Sequence[tuple[int, int]], config: Config, state: PromptState
+) -> dict[str, int]:
+    exact, wide = config.gradient.prompt == "exact", config.gradient.accumulate == "float32"
+
+    def total(found: list[Wish], *, gradient: bool) -> int:
+        chosen = [wish.reservation for wish in found if wish.gradient is gradient]
+        return sum(reservation.rows * reservation.state.row_bytes for reservation in chosen)
+
+    layers = blueprint.profile.layers
+    held = wishes([p for layer in layers for p in placed_specs(layer, outputs=False)], chunks, exact=exact, wide=wide)
+    kept = [layer for layer in layers if state.keeps_output(layer.index)]
+    outputs = wishes([p for layer in kept for p in placed_specs(layer, outputs=True)], chunks, exact=exact, wide=wide)
+    return {
+        "prompt state": total(held, gradient=False),
+        "its gradient": total(held, gradient=True),
+        "attention outputs": total(outputs, gradient=False),
+    }
+
+
+def _phases(
+    plan: Plan, state: PromptState, lanes: list[list[int]], chunks: Sequence[tuple[int, int]], exact: bool
+) -> dict[str, PhaseCost]:
+    costs, machine = Costs(plan.blueprint, plan.machine), plan.machine
+    layers = plan.blueprint.profile.layers
+    last = [len(layers) - 1] if layers[-1].skips_unused_output else []
+    known = [number for number, layer in enumerate(layers) if state.keeps_output(layer.index)]
+    phases = {name: PhaseCost() for name in ("capture", "replay", "backward", *(["sweep"] if exact else []))}
+
+    def add(phase: str, forward: ForwardPass, parts: Sequence[tuple[float, float]], *ways: bool) -> None:
+        traffic = Traffic()
+        for backward in ways:
+            traffic.add(forward.schedule(backward=backward))
+        phases[phase].add(sum(count for count, _ in parts), sum(time for _, time in parts), traffic, machine)
+
+    for start, stop in chunks:
+        forward = ForwardPass(Purpose.CAPTURE, [stop - start], state=state, prefix_rows=start)
+        parts = [
+            costs.linear(stop - start, backward=False),
+            costs.mixing([stop - start], start, backward=False, skip=last),
+        ]
+        add("capture", forward, parts, False)
+    rows = chunks[-1][1]
+    for lengths in lanes:
+        tokens = sum(lengths)
+        forward = ForwardPass(Purpose.REPLAY, lengths, state=state, prefix_rows=rows)
+        parts = [costs.linear(tokens, backward=False), costs.head(tokens, backward=False)]
+        add("replay", forward, [*parts, costs.mixing(lengths, rows, backward=False, skip=[])], False)
+        parts = [costs.linear(tokens, backward=True), costs.head(tokens, backward=True)]
+        parts.append(costs.mixing(lengths, rows, backward=True, skip=[]))
+        if plan.lane.checkpoint:
+            parts.append(costs.linear(tokens, backward=False))
+        add("backward", forward, parts, True)
+        state.gradients_started = True
+    for start, stop in reversed(chunks) if exact else ():
+        tokens = stop - start
+        forward = ForwardPass(Purpose.SWEEP, [tokens], state=state, prefix_rows=start)
+        parts = [costs.linear(tokens, backward=False), costs.linear(tokens, backward=True)]
+        parts.append(costs.mixing([tokens], start, backward=False, skip=[*last, *known]))
+        parts.append(costs.mixing([tokens], start, backward=True, skip=last))
+        if plan.chunk.checkpoint:
+            parts.append(costs.linear(tokens, backward=False))
+        add("sweep", forward, parts, False, True)
+    return phases

@@ -1,0 +1,80 @@
+"""`longstraw plan`: tables and JSON, exit status, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longstraw.cli.counts import parse_count
+from longstraw.errors import ConfigError
+
+
+def test_a_step_that_fits(invoke: Callable[..., Any], tiny_llama: Path) -> None:
+    result = invoke("plan", tiny_llama, "--prompt", "4k", "--group", "4")
+    assert result.exit_code == 0, result.output
+    for word in ("capture", "sweep", "live graph of a lane", "host", "binds"):
+        assert word in result.stdout
+    # Paths into the folder work as the folder does.
+    assert invoke("plan", tiny_llama / "config.json", "--prompt", "4k", "--group", "4").stdout == result.stdout
+
+
+def test_a_step_that_does_not(invoke: Callable[..., Any], tiny_llama: Path, tmp_path: Path) -> None:
+    tiers = tmp_path / "tiers.yaml"
+    tiers.write_text("tiers: [{kind: host, budget: 1MiB}]\n")
+    result = invoke("plan", tiny_llama, "--prompt", "1M", "--tiers", tiers)
+    assert result.exit_code == 1
+    assert "DOES NOT FIT: the tiers cannot hold the pages" in result.stdout
+    assert "tiers[0].budget: 2GiB of host memory" in result.stdout
+
+
+def test_json(invoke: Callable[..., Any], tiny_llama: Path) -> None:
+    result = invoke("plan", tiny_llama, "--prompt", "4k", "--detached", "--gpus", "2", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["fits"] is True
+    assert found["workload"] == {"prompt": 4096, "group": 8, "response": 1024}
+    assert set(found["phases"]) == {"capture", "replay", "backward"}
+    assert "2 GPUs are 2 replicas in this version" in found["notes"][0]
+    # Each of the two has half of the host, of which auto takes 70%.
+    assert found["tiers"]["host"]["budget"] == int((128 << 30) // 2 * 0.7)
+
+
+def test_rates_change_the_time(invoke: Callable[..., Any], tiny_llama: Path, tmp_path: Path) -> None:
+    rates = tmp_path / "rates.json"
+    rates.write_text('{"name": "a slow one", "matrix": 1e9}')
+    slow = invoke("plan", tiny_llama, "--prompt", "4k", "--rates", rates, "--json")
+    fast = invoke("plan", tiny_llama, "--prompt", "4k", "--json")
+    assert json.loads(slow.stdout)["seconds"] > 10 * json.loads(fast.stdout)["seconds"]
+    assert json.loads(slow.stdout)["machine"] == "a slow one"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt", "many"], "--prompt many: expected a number of tokens"),
+        (["--prompt", "1"], "--prompt 1 is too small"),
+        (["--prompt", "4k", "--gpus", "0"], "--gpus 0"),
+        (["--prompt", "4k", "--lora", "0"], "--lora 0"),
+        (["--prompt", "4k", "--dtype", "int4"], "--dtype int4"),
+    ],
+)
+def test_mistakes(invoke: Callable[..., Any], tiny_llama: Path, arguments: list[str], words: str) -> None:
+    result = invoke("plan", tiny_llama, *arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("4096", 4096), ("4k", 4096), ("1M", 1 << 20), ("1.5k", 1536), ("131,072", 131_072)]
+)
+def test_counts(text: str, count: int) -> None:
+    assert parse_count("--prompt", text) == count
+
+
+def test_counts_are_whole() -> None:
+    with pytest.raises(ConfigError, match="no whole number"):
+        parse_count("--prompt", "1.3k")

@@ -1,0 +1,104 @@
+"""A blueprint from a config alone says what the real model's own short run says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from benchmarks.common import QWEN3_8B
+from benchmarks.operations import exact_step, qwen3_8b
+from longstraw import Config
+from longstraw.errors import ConfigError, UnsupportedModelError
+from longstraw.integrations import adapt
+from longstraw.integrations.transformers.blueprint import blueprint, read_config
+from longstraw.planner import Machine, Workload, make_plan
+from tests.families import delta_models, latent_models, windowed_models
+from tests.parity.models import build
+
+TINY: dict[str, Callable[[], Any]] = {
+    "llama": lambda: build("llama", dtype=torch.float32),
+    "qwen2, tied": lambda: build("qwen2", dtype=torch.float32, tie_word_embeddings=True),
+    "qwen3_next": lambda: delta_models.build(
+        "qwen3_next", dtype=torch.float32, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    ),
+    "gemma2": lambda: windowed_models.windowed_model("gemma2").float(),
+    "gpt_oss": lambda: windowed_models.windowed_model("gpt_oss").float(),
+    "deepseek_v3": lambda: latent_models.tiny("deepseek_v3").float(),
+    "glm_moe_dsa": lambda: latent_models.tiny("glm_moe_dsa").float(),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(TINY))
+def test_it_is_the_profile_of_the_real_model(kind: str) -> None:
+    model = TINY[kind]()
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.bfloat16().set_experts_implementation("grouped_mm")
+    expected = adapt(model, None, Config()).profile()
+    found = blueprint(model.config, dtype=model.dtype)
+    assert found.profile.layers == expected.layers
+    assert found.profile.graph_bytes == pytest.approx(expected.graph_bytes, rel=0.01)
+    assert (found.profile.hidden_size, found.profile.vocab_size) == (expected.hidden_size, expected.vocab_size)
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    # Routers stay in float32, as transformers loads them.
+    assert found.weight_bytes == pytest.approx(model.dtype.itemsize * found.parameters, rel=0.02)
+
+
+def test_lora() -> None:
+    config = build("qwen3", dtype=torch.float32).config
+    whole, lora = blueprint(config), blueprint(config, lora_rank=4)
+    assert whole.trained == whole.parameters
+    assert lora.trained == lora.parameters - whole.parameters
+    assert lora.trained_matrices == lora.trained == lora.matrices - whole.matrices
+    assert lora.gradient_bytes == 4 * lora.trained
+    assert (whole.head_trained, lora.head_trained) == (True, False)
+    assert lora.profile.layers[0].spec("kv").trained
+
+
+def test_a_token_meets_its_own_experts_only() -> None:
+    config = windowed_models.windowed_model("gpt_oss").config
+    found = blueprint(config)
+    config.num_experts_per_tok += 1
+    one_more = blueprint(config).matrices - found.matrices
+    # A fused gate and up projection, and a down projection.
+    assert one_more == config.num_hidden_layers * 3 * config.hidden_size * config.intermediate_size
+    assert config.num_experts_per_tok < config.num_local_experts
+
+
+def test_experts_are_planned_in_bfloat16_only() -> None:
+    with pytest.raises(ConfigError, match="--dtype float32: experts"):
+        blueprint(windowed_models.windowed_model("gpt_oss").config, dtype=torch.float32)
+
+
+def test_operations_are_those_of_the_second_count() -> None:
+    """`benchmarks.operations` counts from the shape by hand."""
+    layers = 2
+    found = blueprint(AutoConfig.for_model("qwen3", **(QWEN3_8B | {"num_hidden_layers": layers})))
+    config = Config(tiers=[{"kind": "host", "budget": "100GiB"}], capture={"keep_attention": "never"})
+    plan = make_plan(found, Workload(prompt=32_768, group=8, response=1024), config, Machine())
+    expected = exact_step(
+        qwen3_8b(layers, lora=False), 32_768, 8, 1024, recompute_replay=False, recompute_sweep=False, kept=False
+    )
+    # Of the last layer, capture and sweep compute no attention, which the count by hand leaves in.
+    attention = 4.0 * 32_768**2 / 2 * 4096
+    counted = sum(cost.operations for cost in plan.phases.values())
+    assert counted + 4.5 * attention == pytest.approx(expected, rel=0.01)
+
+
+def test_unknown_families_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match="GPTNeoXAttention"):
+        blueprint(AutoConfig.for_model("gpt_neox", num_hidden_layers=2))
+
+
+def test_configs_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder or file"):
+        read_config(tmp_path / "missing")
+    with pytest.raises(ConfigError, match="no config that transformers can read"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no config that transformers can read"):
+        read_config(tmp_path / "config.json")

@@ -1,0 +1,87 @@
+"""Plans against steps measured on one H200 (Qwen3-8B, LoRA r 16, bfloat16): memory within 10%, time within 25%."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from longstraw import Config
+from longstraw.planner import Blueprint, Machine, Plan, Workload, make_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    prompt: int
+    group: int
+    chunk: int
+    keep: str
+    seconds: dict[str, float]
+    peak_gib: float
+    host_bytes: int | None = None
+
+
+MEASURED = {
+    "32k": Measured(
+        prompt=32_768,
+        group=8,
+        chunk=8192,
+        keep="never",
+        seconds={"capture": 1.82, "replay": 0.74, "backward": 1.25, "sweep": 4.17},
+        peak_gib=55.7,
+    ),
+    "128k, outputs kept": Measured(
+        prompt=131_072,
+        group=16,
+        chunk=4096,
+        keep="always",
+        seconds={"capture": 13.8, "replay": 3.0, "backward": 7.08, "sweep": 36.3},
+        peak_gib=55.1,
+        host_bytes=96_149_495_808,
+    ),
+    "128k, outputs computed again": Measured(
+        prompt=131_072,
+        group=16,
+        chunk=4096,
+        keep="never",
+        seconds={"capture": 13.8, "replay": 3.0, "backward": 7.08, "sweep": 44.2},
+        peak_gib=55.1,
+        host_bytes=57_981_616_128,
+    ),
+}
+
+
+def planned(blueprint: Blueprint, step: Measured) -> Plan:
+    config = Config(
+        tiers=[{"kind": "host", "budget": "100GiB"}],
+        capture={"chunk_tokens": step.chunk, "keep_attention": step.keep},
+        replay={"lane_tokens": 8192, "checkpoint": False},
+    )
+    return make_plan(blueprint, Workload(prompt=step.prompt, group=step.group, response=1024), config, Machine())
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_memory(qwen3_8b_lora: Blueprint, name: str) -> None:
+    step = MEASURED[name]
+    plan = planned(qwen3_8b_lora, step)
+    assert plan.memory.beyond_weights / 2**30 == pytest.approx(step.peak_gib, rel=0.10)
+    if step.host_bytes is not None:
+        assert plan.tiers["host"]["used"] == step.host_bytes
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_time(qwen3_8b_lora: Blueprint, name: str) -> None:
+    step = MEASURED[name]
+    plan = planned(qwen3_8b_lora, step)
+    assert {phase: cost.seconds for phase, cost in plan.phases.items()} == pytest.approx(step.seconds, rel=0.25)
+    assert plan.seconds == pytest.approx(sum(step.seconds.values()), rel=0.25)
+
+
+def test_memory_does_not_grow_with_the_prompt(qwen3_8b_lora: Blueprint) -> None:
+    def peak(prompt: int) -> int:
+        config = Config(tiers=[{"kind": "host", "budget": "1TiB"}])
+        return make_plan(
+            qwen3_8b_lora, Workload(prompt=prompt, group=8, response=1024), config, Machine(), timed=False
+        ).memory.beyond_weights
+
+    assert peak(524_288) == pytest.approx(peak(65_536), rel=0.02)
