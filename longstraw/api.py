@@ -96,11 +96,12 @@ class Runtime:
                     "move it there, or score with a Runtime of its own"
                 )
             engine = Engine(adapted, self.config, store=engine.store)
-        with engine.adapter.reference() if adapter is None else nullcontext():
-            with engine.transaction(
-                prompt_ids, row_tokens, score_only=True, reference=adapter is None
-            ) as transaction:
-                return transaction.score(responses)
+        policy = engine.adapter.reference() if adapter is None else nullcontext()
+        # The transaction is made within the reference policy: its profile is that policy's.
+        with policy, engine.transaction(
+            prompt_ids, row_tokens, score_only=True, reference=adapter is None
+        ) as transaction:  # fmt: skip
+            return transaction.score(responses)
 
     def describe(self) -> str:
         """How gradients are reduced and what that costs, the tiers with their budgets in bytes, and every setting."""

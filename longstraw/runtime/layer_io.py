@@ -161,7 +161,8 @@ class LayerIO:
             rows[0].copy_(value.reshape(-1))
 
     def carried_gradient(self, name: str) -> Tensor | None:
-        """In a sweep's backward: the gradient [elements] of the state after this chunk, a copy; None if there is none."""
+        """In a sweep's backward: the gradient [elements] of the state after this chunk, a copy; None if there is
+        none."""
         state = self._pass.state
         if state is None or not self.is_sweep:
             return None

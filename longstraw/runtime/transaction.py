@@ -206,9 +206,8 @@ class Transaction:
         self.report.chunks, self.report.chunk_tokens = len(chunks), self._chunk_tokens
         phase = engine.lockstep.phase(self._forward_kind, len(chunks))
         for start, stop in engine.progress("capture", chunks):
-            phase.forward()
             forward = self._pass(Purpose.CAPTURE, [stop - start], prefix_rows=start)
-            with forward, torch.no_grad(), engine.adapter.active(forward):
+            with phase.forward(), forward, torch.no_grad(), engine.adapter.active(forward):
                 engine.adapter.run(forward, *self._chunk_inputs(start, stop))
             self.report.add_traffic("capture", forward.traffic)
         phase.finish()
@@ -224,9 +223,10 @@ class Transaction:
         phase = self._engine.lockstep.phase(self._forward_kind, len(pending))
         while pending:
             indices = pending.popleft()
-            phase.forward()
             try:
-                packed, forward = self._forward_lane(Purpose.SCORE, [branches[i] for i in indices], checkpoint=False)
+                with phase.forward():
+                    chosen = [branches[i] for i in indices]
+                    packed, forward = self._forward_lane(Purpose.SCORE, chosen, checkpoint=False)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -257,8 +257,8 @@ class Transaction:
                         self._phase = self._engine.lockstep.phase(
                             Kind.REPLAY, len(pending) + 1, checkpoint=size.checkpoint
                         )
-                    self._phase.forward()
-                    lane = self._open_lane(indices, branches, self._phase.checkpoint)
+                    with self._phase.forward():
+                        lane = self._open_lane(indices, branches, self._phase.checkpoint)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -328,10 +328,10 @@ class Transaction:
             self._repeatable = False
         with self.report.phase("backward", self._engine.device):
             upstream = lane.upstream(sharding.scale_loss(loss))
-            if self._phase is not None:
-                self._phase.backward()
             self._replayed += zip(branches, upstream.split(lane.forward.lengths), strict=True)
-            failure = self._run_backward(lane.forward, lane.take_packed(), upstream)
+            assert self._phase is not None
+            with self._phase.backward():
+                failure = self._run_backward(lane.forward, lane.take_packed(), upstream)
             lane.close(LaneState.DONE)
             self.report.add_traffic("backward", lane.forward.traffic)
             self._lane = None
@@ -400,15 +400,15 @@ class Transaction:
         chunks = plan_chunks(len(self._prompt) - 1, self._chunk_tokens)
         phase = engine.lockstep.phase(Kind.SWEEP, len(chunks), checkpoint=self._checkpoint_sweep)
         for start, stop in engine.progress("sweep", chunks[::-1]):
-            phase.forward()
             forward = self._pass(Purpose.SWEEP, [stop - start], prefix_rows=start, checkpoint=phase.checkpoint)
             with forward, engine.adapter.active(forward), torch.enable_grad():
-                out = engine.adapter.run(forward, *self._chunk_inputs(start, stop))
+                with phase.forward():
+                    out = engine.adapter.run(forward, *self._chunk_inputs(start, stop))
                 # The chunk's gradient enters beside the outputs, at its keys and values. Entering through a zero
                 # gradient on the output walks all layers in order, and lets wrappers hook the backward as usual.
-                phase.backward()
-                if out.requires_grad:
-                    engine.sharding.backward(out, torch.zeros_like(out))
+                with phase.backward():
+                    if out.requires_grad:
+                        engine.sharding.backward(out, torch.zeros_like(out))
             self.report.add_traffic("sweep", forward.traffic)
         phase.finish()
 
@@ -466,7 +466,8 @@ class Transaction:
         lengths = [len(branches[i]) for i in indices]
         if len(indices) == 1:
             raise CapacityError(
-                f"out of memory on a lane of one branch with {lengths[0]} tokens, which cannot be narrowed. Free device "
+                f"out of memory on a lane of one branch with {lengths[0]} tokens, which cannot be narrowed. Free "
+                "device "
                 "memory, set replay.checkpoint: true, lower replay.logit_block_tokens, or lower the budget of the "
                 f"device tier. {failure}"
             ) from failure
@@ -478,9 +479,10 @@ class Transaction:
 
     def _out_of_step(self, failure: Exception) -> CapacityError:
         """The error of a rank in lockstep that ran out of memory: a pass that is made again would be one too many."""
+        self._engine.lockstep.break_off()
         return CapacityError(
             "out of memory while all ranks make the same passes; set replay.lane_tokens or capture.chunk_tokens lower, "
-            f"or replay.checkpoint: true, and run the step again. {failure}"
+            f"or replay.checkpoint: true. {failure}"
         )
 
     def _narrow_chunks(self, failure: Exception) -> None:
@@ -539,8 +541,7 @@ class Transaction:
     def _skip(self, packed: Tensor, forward: ForwardPass) -> None:
         """A lane is left out. In lockstep its backward still runs, with a gradient of zero."""
         if self._engine.lockstep.collective and self._phase is not None:
-            self._phase.backward()
-            with self._engine.empty_ledger(), self._engine.adapter.active(forward):
+            with self._phase.backward(), self._engine.empty_ledger(), self._engine.adapter.active(forward):
                 self._engine.sharding.backward(packed, torch.zeros_like(packed))
             self._state.gradients_started = True
 

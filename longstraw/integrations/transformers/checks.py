@@ -78,7 +78,8 @@ def find_attentions(model: PreTrainedModel) -> dict[int, tuple[nn.Module, nn.Mod
                 raise UnsupportedModelError(f"{type(model).__name__}: {reason}")
         if len(mixers) != 1 or mixers[0].layer_idx in found:
             raise UnsupportedModelError(
-                f"layer {number} of {type(model).__name__} has {len(mixers)} attention modules of its own; one is needed"
+                f"layer {number} of {type(model).__name__} has {len(mixers)} attention modules of its own; "
+                "one is needed"
             )
         found[mixers[0].layer_idx] = (layer, mixers[0])  # type: ignore[index]
     return found
@@ -118,20 +119,23 @@ def refuse_router_terms(model: nn.Module, config: Any) -> None:
     """Raises UnsupportedModelError if a router of experts is asked for more than to route."""
     if getattr(config, "output_router_logits", False):
         raise UnsupportedModelError(
-            "config.output_router_logits is True, which asks for the routers' auxiliary loss: it couples every token of "
+            "config.output_router_logits is True, which asks for the routers' auxiliary loss: it couples every token "
+            "of "
             "the prompt and of all responses, and is not supported yet; set it to False (the experts' balance is then "
             "left to the loss itself)"
         )
     for name, module in model.named_modules() if model.training else ():
         if getattr(module, "jitter_noise", 0):
             raise UnsupportedModelError(
-                f"{name}.jitter_noise is {module.jitter_noise}: a captured token would be routed differently when it is "
+                f"{name}.jitter_noise is {module.jitter_noise}: a captured token would be routed differently when it "
+                "is "
                 "swept; set it to 0, or call model.eval()"
             )
 
 
 def refuse_dropout(model: nn.Module, config: Any) -> None:
-    """Raises UnsupportedModelError if a dropout is active: a replayed prompt would draw other masks than its capture."""
+    """Raises UnsupportedModelError if a dropout is active: a replayed prompt would draw other masks than its
+    capture."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
             raise UnsupportedModelError(

@@ -49,7 +49,7 @@ def _run(adapter: TransformersAdapter, tokens: int, vocab_size: int) -> tuple[in
         return tensor
 
     forward = ForwardPass(Purpose.PROBE, [tokens])
-    with forward, adapter.active(forward), torch.enable_grad():
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            out = adapter.run(forward, ids, torch.arange(tokens, device=adapter.device))
+    saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with forward, adapter.active(forward), torch.enable_grad(), saving:
+        out = adapter.run(forward, ids, torch.arange(tokens, device=adapter.device))
     return sum(storage.nbytes() for storage in saved.values()), forward.declared, out.dtype

@@ -115,7 +115,8 @@ class CudaFlashOps:
         starts, longest = _starts(lengths, q.device), max(lengths)
         rows = (x[0] for x in _token_major(grad, q, k, v, out))
         dq, dk, dv = aten._flash_attention_backward(
-            *rows, lse[0].contiguous(), starts, starts, longest, longest, 0.0, True, _no_seed(q), _no_seed(q), scale=scale
+            *rows, lse[0].contiguous(), starts, starts, longest, longest, 0.0, True,
+            _no_seed(q), _no_seed(q), scale=scale,
         )
         return dq.transpose(0, 1)[None], dk.transpose(0, 1)[None], dv.transpose(0, 1)[None]
 
