@@ -9,8 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from longstraw.cli.clean import clean
 from longstraw.cli.demo import demo
+from longstraw.cli.doctor import doctor
 from longstraw.cli.plan import plan
+from longstraw.cli.probe import probe
+from longstraw.cli.stress import stress
 from longstraw.cli.verify import verify
 from longstraw.errors import LongstrawError
 
@@ -24,6 +28,10 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(plan)
 app.command()(verify)
+app.command()(doctor)
+app.command()(probe)
+app.command()(clean)
+app.command()(stress)
 
 
 def _print_version(wanted: bool) -> None:

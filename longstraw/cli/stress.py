@@ -1,0 +1,123 @@
+"""`longstraw stress`: random transactions near the tiers' limits, with faults, for a given time, and a verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from longstraw.errors import ConfigError
+
+if TYPE_CHECKING:
+    from longstraw.stress import StressResult
+
+
+def stress(
+    seconds: Annotated[float, typer.Option(help="How long to go on.")] = 60.0,
+    device: Annotated[str, typer.Option(help="cpu or cuda; of several ranks each has a GPU.")] = "cpu",
+    scratch: Annotated[Path | None, typer.Option(help="Folder of the nvme tier.", show_default="temporary")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the model, groups, settings and faults.")] = 0,
+    prompt_tokens: Annotated[int, typer.Option(help="The longest prompt.")] = 192,
+    response_tokens: Annotated[int, typer.Option(help="The longest response.")] = 24,
+    group: Annotated[int, typer.Option(help="The most responses of a group.")] = 4,
+    layers: Annotated[int, typer.Option(help="Layers of the random model.")] = 3,
+    hidden_size: Annotated[int, typer.Option(help="Width of the random model.")] = 32,
+    budgets: Annotated[
+        str | None,
+        typer.Option(help="Of device, host and disk: 2GiB,8GiB,16GiB.", show_default="cut to the largest group"),
+    ] = None,
+    fault_rate: Annotated[float, typer.Option(help="Share of the steps that a fault is put into.")] = 0.4,
+    parity_rate: Annotated[float, typer.Option(help="Share of the steps compared with plain autograd.")] = 0.3,
+    parity_tokens: Annotated[int, typer.Option(help="Longest prompt of a step that is compared.")] = 4096,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the figures of all ranks here.")] = None,
+) -> None:
+    """Run random groups with random faults through real transactions, and compare gradients now and then.
+
+    Under torchrun all ranks train one model in DDP. Exit status 1 if a page, a byte or a file leaked, a gradient was
+    wrong or touched by a failed step, or a fault ended in anything but a clear error.
+    """
+    import os
+
+    from longstraw.cli.device import parse_device
+    from longstraw.stress import StressOptions, run_stress
+
+    ranks, local = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("LOCAL_RANK")
+    where = parse_device(f"cuda:{local}" if device == "cuda" and local is not None else device)
+    options = StressOptions(
+        seconds=seconds,
+        seed=seed,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        group=group,
+        layers=layers,
+        hidden_size=hidden_size,
+        budgets=_parse_budgets(budgets),
+        fault_rate=fault_rate,
+        parity_rate=parity_rate,
+        parity_tokens=parity_tokens,
+        **({} if scratch is None else {"scratch": scratch}),
+    )
+    if where.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(where)
+    result = run_stress(options, where)
+    if json_out is not None:
+        path = json_out if ranks == 1 else json_out.with_name(f"{json_out.stem}.{result.rank}{json_out.suffix}")
+        path.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+    _show(result, ranks)
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _parse_budgets(text: str | None) -> tuple[int, int, int] | None:
+    from longstraw.config import parse_bytes
+
+    if text is None:
+        return None
+    try:
+        device, host, disk = (parse_bytes(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--budgets {text}: {error}; write three sizes, such as 2GiB,8GiB,16GiB") from None
+    return device, host, disk
+
+
+def _show(result: StressResult, ranks: int) -> None:
+    from longstraw.config.sizes import approximate_bytes
+
+    console = Console(highlight=False)
+    table = Table(title=f"stress, {result.seconds:.0f} s" + (f", rank {result.rank} of {ranks}" if ranks > 1 else ""))
+    table.add_column("figure")
+    table.add_column("value", overflow="fold")
+    table.add_row("steps, transactions", f"{result.steps}, {result.transactions}")
+    for tier, budget in result.budgets.items():
+        moved = f"read {approximate_bytes(result.read[tier])}, written {approximate_bytes(result.written[tier])}"
+        peak = f"{approximate_bytes(result.peaks[tier])} of {approximate_bytes(budget)} at most"
+        table.add_row(f"tier {tier}", f"{moved}; {peak}")
+    table.add_row("written to the disk (wear)", approximate_bytes(result.disk_written))
+    table.add_row("faults that happened", ", ".join(f"{n} {name}" for name, n in result.faults.items() if n) or "none")
+    table.add_row("ended by a clear error, then run again", _counts(result.failed_cleanly))
+    table.add_row("did not fit the budgets, and said so", str(result.refused))
+    table.add_row("lanes run again narrower", str(result.retries))
+    table.add_row("stalled for pages", f"{result.stall_seconds:.1f} s")
+    warm, end = result.resident_bytes
+    table.add_row("process, warm and at the end", f"{approximate_bytes(warm)}, {approximate_bytes(end)}")
+    table.add_row(
+        "steps compared with plain autograd",
+        f"{result.compared}, worst {result.worst_error:.1e} {result.worst_parameter} (may be {result.tolerance:.0e})",
+    )
+    console.print(table)
+    for problem in result.problems:
+        console.print(f"PROBLEM: {problem}", style="bold red", soft_wrap=True)
+    if result.passed:
+        console.print("passed: nothing leaked, nothing wrong", style="bold green")
+    else:
+        console.print(f"FAILED: {len(result.problems)} problems", style="bold red")
+
+
+def _counts(counter: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counter.items()) or "none"

@@ -1,0 +1,96 @@
+"""Measures links and disks, and leaves the record that `auto` settings read."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longstraw.doctor.links import LinkRates, measure_links
+from longstraw.pagers.engines import EngineSettings, Rates, engines_here, measure
+from longstraw.pagers.engines.record import VERSION, record_path
+from longstraw.pagers.spool import SpoolFile
+
+DISK_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskRates:
+    """One folder: each engine's rates at the settings that were used, and why the others have none."""
+
+    path: Path
+    direct: bool
+    settings: EngineSettings
+    engines: dict[str, Rates]
+    refused: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeResult:
+    """What was measured on this machine, when."""
+
+    date: str
+    links: list[LinkRates]
+    disks: list[DiskRates]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record, as JSON holds it. Rates are in bytes a second."""
+        return {
+            "version": VERSION,
+            "machine": platform.node(),
+            "date": self.date,
+            "links": [asdict(link) for link in self.links],
+            "disks": {
+                str(disk.path.resolve()): {
+                    "direct": disk.direct,
+                    "settings": asdict(disk.settings),
+                    "engines": {name: asdict(rates) for name, rates in disk.engines.items()},
+                    "refused": disk.refused,
+                }
+                for disk in self.disks
+            },
+        }
+
+    def save(self) -> Path:
+        """Write the record to where `auto` settings look for it; other machines' and older ones are replaced."""
+        path = record_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+def probe(
+    disks: Sequence[Path], settings: EngineSettings, *, seconds: float = 2.0, disk_bytes: int = DISK_BYTES
+) -> ProbeResult:
+    """Measure the links of every GPU, and every engine on each folder, `seconds` each way.
+
+    Raises ConfigError for a folder that no file can be made in, CapacityError if the disk has not `disk_bytes`.
+    """
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return ProbeResult(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        links=measure_links(),
+        disks=[_probe_disk(path, settings, device, seconds, disk_bytes) for path in disks],
+    )
+
+
+def _probe_disk(
+    path: Path, settings: EngineSettings, device: torch.device, seconds: float, nbytes: int
+) -> DiskRates:
+    file = SpoolFile(path)
+    try:
+        file.grow(nbytes)
+        made, refused = engines_here(file, settings, device)
+        found = {}
+        for name, engine in made.items():
+            found[name] = measure(engine, settings, nbytes, seconds)
+            engine.close()
+        return DiskRates(path=path, direct=file.direct, settings=settings, engines=found, refused=refused)
+    finally:
+        file.close()

@@ -1,0 +1,134 @@
+"""Faults that a stress run puts into a step: what the disk does wrong, memory that runs out, the user's own error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+Call = Callable[[int, list[Any], int], int]
+_SECTOR = 4096
+
+
+class Fault(Enum):
+    """What goes wrong. The first four are to be survived without an error."""
+
+    SHORT_READ = "short read"
+    SHORT_WRITE = "short write"
+    SLOW_DISK = "slow disk"
+    OUT_OF_MEMORY_WIDE = "out of memory in wide lanes"
+    READ_ERROR = "read error"
+    WRITE_ERROR = "write error"
+    DISK_FULL = "disk full"
+    FLIPPED_BYTE = "flipped byte"
+    OUT_OF_MEMORY = "out of memory"
+    USER_ERROR = "the user's own error"
+
+
+class UserError(Exception):
+    """Stands for whatever a user's loss function may raise."""
+
+
+@dataclass(kw_only=True)
+class Armed:
+    """One fault put into one step. `happened` counts how often; 0 if the step never came to it."""
+
+    fault: Fault
+    at: int
+    rng: random.Random
+    happened: int = 0
+    _calls: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def now(self) -> bool:
+        """Count one call of what may go wrong: whether it does in this one. Threads call it."""
+        with self._lock:
+            self._calls += 1
+            due = self._calls > self.at and self.rng.random() < 0.5
+            self.happened += due
+        return due
+
+    def loss(self) -> None:
+        """Called within the user's loss."""
+        if self.fault is Fault.USER_ERROR and self.now():
+            raise UserError("put in by the stress run")
+
+
+@contextmanager
+def put_in(fault: Fault, model: Any, rng: random.Random) -> Iterator[Armed]:
+    """Within it, `fault` happens from some call on, in about half of the calls.
+
+    Disk calls are replaced for the whole process, at the lowest place: under every retry and check of the tiers.
+    """
+    armed = Armed(fault=fault, at=rng.randint(0, 6), rng=random.Random(rng.random()))
+    with ExitStack() as stack:
+        if fault in _READS:
+            stack.enter_context(patch.object(os, "preadv", _disk(armed, os.preadv, _READS[fault])))
+        if fault in _WRITES:
+            stack.enter_context(patch.object(os, "pwritev", _disk(armed, os.pwritev, _WRITES[fault])))
+        if fault in (Fault.OUT_OF_MEMORY, Fault.OUT_OF_MEMORY_WIDE):
+            layer = model.model.layers[-1]
+            hook = layer.mlp.register_forward_pre_hook(lambda module, inputs: _memory(armed, inputs[0].shape[1]))
+            stack.callback(hook.remove)
+        yield armed
+
+
+def _memory(armed: Armed, tokens: int) -> None:
+    # Single tokens always fit: a wide lane has somewhere to go.
+    if (armed.fault is Fault.OUT_OF_MEMORY or tokens > 24) and armed.now():
+        raise torch.OutOfMemoryError("CUDA out of memory. (put in by the stress run)")
+
+
+def _disk(armed: Armed, call: Call, wrong: Callable[[Armed, Call, int, list[Any], int], int]) -> Call:
+    def replaced(fd: int, data: list[Any], offset: int) -> int:
+        return wrong(armed, call, fd, data, offset) if armed.now() else call(fd, data, offset)
+
+    return replaced
+
+
+def _short(armed: Armed, call: Call, fd: int, data: list[Any], offset: int) -> int:
+    sectors = len(data[0]) // _SECTOR
+    return call(fd, [data[0][: armed.rng.randint(1, max(sectors - 1, 1)) * _SECTOR]], offset)
+
+
+def _slow(armed: Armed, call: Call, fd: int, data: list[Any], offset: int) -> int:
+    time.sleep(armed.rng.uniform(0, 0.01))
+    return call(fd, data, offset)
+
+
+def _flipped(armed: Armed, call: Call, fd: int, data: list[Any], offset: int) -> int:
+    done = call(fd, data, offset)
+    at = armed.rng.randrange(max(done, 1))
+    data[0][at] ^= 1 << armed.rng.randrange(8)
+    return done
+
+
+def _error(code: int) -> Callable[[Armed, Call, int, list[Any], int], int]:
+    def fail(armed: Armed, call: Call, fd: int, data: list[Any], offset: int) -> int:
+        raise OSError(code, f"{os.strerror(code)} (put in by the stress run)")
+
+    return fail
+
+
+_READS = {
+    Fault.SHORT_READ: _short,
+    Fault.SLOW_DISK: _slow,
+    Fault.READ_ERROR: _error(errno.EIO),
+    Fault.FLIPPED_BYTE: _flipped,
+}
+_WRITES = {
+    Fault.SHORT_WRITE: _short,
+    Fault.SLOW_DISK: _slow,
+    Fault.WRITE_ERROR: _error(errno.EIO),
+    Fault.DISK_FULL: _error(errno.ENOSPC),
+}

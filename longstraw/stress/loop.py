@@ -1,0 +1,270 @@
+"""The stress run itself: steps with faults, each tried again without, what is left compared and counted."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from longstraw.api import Runtime
+from longstraw.errors import CapacityError, PageLostError, RankFailedError
+from longstraw.pagers.nvme import NvmePager
+from longstraw.pagers.run_directory import leftovers
+from longstraw.stress.faults import Armed, Fault, UserError, put_in
+from longstraw.stress.options import StressOptions
+from longstraw.stress.ranks import Together
+from longstraw.stress.result import StressResult
+from longstraw.stress.workload import Group, build_model, largest_group, make_groups, make_settings
+from longstraw.verify import clone_gradients, compare_gradients, default_tolerance, plain_gradients
+
+STEPS_OF_AN_ERA = 12
+"""Steps that one runtime lives for."""
+CLEAR = (CapacityError, PageLostError, RankFailedError, torch.OutOfMemoryError, UserError)
+"""What a fault may end a step with. Anything else is a finding."""
+_WARM_STEPS = 20
+_GROWTH = 256 << 20
+"""Bytes that the process may grow by after it is warm: the allocator's and torch's own caches."""
+
+Watch = Callable[[StressResult], None]
+
+
+def run_stress(options: StressOptions, device: torch.device, watch: Watch = lambda result: None) -> StressResult:
+    """Run until the time is over. Returns this rank's figures; `watch` is told them after each step.
+
+    Under torchrun every rank calls it, and all stop together.
+    """
+    together = Together(device)
+    try:
+        return _Run(options, device, together, watch).go()
+    finally:
+        together.close()
+
+
+class _Run:
+    def __init__(self, options: StressOptions, device: torch.device, together: Together, watch: Watch) -> None:
+        self.options = options
+        self.device = device
+        self.together = together
+        self.watch = watch
+        self.inner = build_model(options, device)
+        self.model = together.wrap(self.inner)
+        self.result = StressResult(rank=together.rank, tolerance=default_tolerance(self.inner.dtype)[0])
+        # Each rank has faults of its own; what is done together is drawn from the other.
+        self.mine = random.Random(f"{options.seed} faults {together.rank}")
+        self.shared = random.Random(f"{options.seed} shared")
+
+    def go(self) -> StressResult:
+        began = time.monotonic()
+        budgets = self.options.budgets or self._cut(self._need())
+        process, warm, step, era = psutil.Process(), 0, 0, 0
+        while not self.result.problems:
+            with self._era(make_settings(self.options, era, budgets)) as runtime:
+                for _ in range(STEPS_OF_AN_ERA):
+                    over = time.monotonic() - began >= self.options.seconds
+                    if self.together.first(over) or any(self.together.gather(bool(self.result.problems))):
+                        break
+                    self._step(runtime, step)
+                    step += 1
+                    warm = process.memory_info().rss if step == _WARM_STEPS else warm
+                    self.result.seconds = time.monotonic() - began
+                    self.watch(self.result)
+            era += 1
+            if self.together.first(time.monotonic() - began >= self.options.seconds):
+                break
+            if any(self.together.gather(bool(self.result.problems))):
+                break
+        self._check_growth(warm, process.memory_info().rss)
+        self._check_scratch()
+        self.result.seconds = time.monotonic() - began
+        return self.result
+
+    # Budgets
+
+    def _need(self) -> int:
+        """Bytes of pages that the largest group takes, from one transaction on it with room to spare."""
+        with Runtime(self.model, tiers=[{"kind": "host"}], capture={"keep_attention": "never"}) as runtime:
+            group = largest_group(self.options)
+            with runtime.accumulate(), runtime.transaction(group.prompt) as txn:
+                _replay(txn, group, None)
+        self.inner.zero_grad(set_to_none=True)
+        return sum(txn.report.tier_bytes.values())
+
+    def _cut(self, need: int) -> tuple[int, int, int]:
+        """Three budgets that the largest group mostly just fits: what is over goes into rounding to whole pages."""
+        return int(need * 0.3), int(need * 0.4), int(need * 1.1)
+
+    @contextmanager
+    def _era(self, settings: Mapping[str, Any]) -> Iterator[Runtime]:
+        with Runtime(self.model, settings) as runtime:
+            for pager in runtime._engine.store.pagers:
+                self.result.budgets[pager.name] = max(pager.budget, self.result.budgets.get(pager.name, 0))
+            yield runtime
+            for pager in runtime._engine.store.pagers:
+                inner = getattr(pager, "inner", pager)
+                if isinstance(inner, NvmePager):
+                    self.result.disk_written += inner.disk_written
+
+    # One step
+
+    def _step(self, runtime: Runtime, step: int) -> None:
+        compared = self.shared.random() < self.options.parity_rate
+        most = min(self.options.parity_tokens, self.options.prompt_tokens) if compared else self.options.prompt_tokens
+        everyone = [
+            make_groups(self.options, step, rank, most_prompt=most) for rank in range(self.together.world)
+        ]
+        groups = everyone[self.together.rank]
+        entry = self._entry(step)
+        if self.mine.random() < self.options.fault_rate:
+            fault = self.mine.choice(list(Fault))
+            with put_in(fault, self.inner, self.mine) as armed:
+                error = self._attempt(runtime, groups, armed)
+            self.result.faults[fault.value] += bool(armed.happened)
+        else:
+            error = self._attempt(runtime, groups, None)
+            armed = None
+        errors = self.together.gather(None if error is None else type(error).__name__)
+        if any(errors):
+            self._after_failure(runtime, entry, error, errors, armed)
+            error = self._attempt(runtime, groups, None)
+            errors = self.together.gather(None if error is None else type(error).__name__)
+            if any(name == "CapacityError" for name in errors):
+                self.result.refused += 1
+                self._check_undone(runtime, entry, "after a group that does not fit")
+                return
+            if any(errors):
+                self.result.problems.append(f"step {step} failed without a fault: {error!r}; all ranks: {errors}")
+                return
+        self.result.steps += 1
+        self._check_idle(runtime, "after a step")
+        if compared:
+            self._compare(everyone, entry, step)
+        self._update()
+
+    def _entry(self, step: int) -> dict[str, Tensor | None]:
+        """Gradients that are there before the step, as after an earlier backward: the same on every rank, or none."""
+        self.inner.zero_grad(set_to_none=True)
+        if self.shared.random() < 0.5:
+            generator = torch.Generator().manual_seed(step)
+            for parameter in self.inner.parameters():
+                noise = torch.randn(parameter.shape, generator=generator) * 1e-2
+                parameter.grad = noise.to(parameter)
+        return clone_gradients(self.inner)
+
+    def _attempt(self, runtime: Runtime, groups: list[Group], armed: Armed | None) -> BaseException | None:
+        """Run a step; the clear error that ended it, or None. Other errors are findings, and raised."""
+        reports = []
+        try:
+            with runtime.accumulate():
+                for group in groups:
+                    with runtime.transaction(group.prompt) as txn:
+                        old = txn.score(group.responses)
+                        _replay(txn, group, armed, old)
+                    reports.append(txn.report)
+        except CLEAR as error:
+            # Its frames would keep the step's tensors alive.
+            return error.with_traceback(None)
+        for report in reports:
+            self.result.add(report)
+        return None
+
+    def _after_failure(
+        self,
+        runtime: Runtime,
+        entry: Mapping[str, Tensor | None],
+        error: BaseException | None,
+        errors: list[str | None],
+        armed: Armed | None,
+    ) -> None:
+        if error is None:
+            self.result.problems.append(f"this rank's step ended well and others' did not: {errors}")
+            return
+        caused = armed is not None and armed.happened
+        if not caused and not isinstance(error, RankFailedError | CapacityError):
+            self.result.problems.append(f"a step failed without a fault: {error!r}")
+        self.result.failed_cleanly[type(error).__name__] += 1
+        self._check_undone(runtime, entry, f"after {type(error).__name__}")
+
+    # Checks
+
+    def _check_idle(self, runtime: Runtime, when: str) -> None:
+        store = runtime._engine.store
+        if store.pages_in_use():
+            self.result.problems.append(f"{when}: {store.pages_in_use()} pages are still reserved")
+        for pager in store.pagers:
+            if pager.used:
+                self.result.problems.append(f"{when}: {pager.used} bytes of tier {pager.name} are still used")
+
+    def _check_undone(self, runtime: Runtime, entry: Mapping[str, Tensor | None], when: str) -> None:
+        self._check_idle(runtime, when)
+        for name, parameter in self.inner.named_parameters():
+            before = entry[name]
+            same = parameter.grad is None if before is None else _equal(parameter.grad, before)
+            if not same:
+                self.result.problems.append(f"{when}: the gradient of {name} is not what it was before the step")
+                return
+
+    def _compare(self, everyone: list[list[Group]], entry: Mapping[str, Tensor | None], step: int) -> None:
+        """Against plain autograd on the groups of every rank, averaged over ranks, on top of what was there before."""
+        reference = copy.deepcopy(self.inner)
+        reference.zero_grad(set_to_none=True)
+        if reference.dtype == torch.bfloat16:
+            reference.float()
+        for groups in everyone:
+            for group in groups:
+                prompt = group.prompt.to(self.device)
+                plain_gradients(reference, prompt, [r.to(self.device) for r in group.responses], group.loss)
+        expected: dict[str, Tensor | None] = {}
+        for name, gradient in clone_gradients(reference).items():
+            assert gradient is not None
+            mean = gradient / self.together.world
+            before = entry[name]
+            expected[name] = mean if before is None else mean + before
+        worst = compare_gradients(clone_gradients(self.inner), expected)[0]
+        self.result.compared += 1
+        if worst.relative >= self.result.worst_error:
+            self.result.worst_error, self.result.worst_parameter = worst.relative, worst.name
+        if not worst.relative <= self.result.tolerance:
+            self.result.problems.append(
+                f"step {step}: the gradient of {worst.name} is off by {worst.relative:.1e}, more than "
+                f"{self.result.tolerance:.0e} {worst.note}"
+            )
+
+    def _check_growth(self, warm: int, end: int) -> None:
+        self.result.resident_bytes = (warm, end)
+        if warm and end - warm > max(_GROWTH, warm // 4):
+            self.result.problems.append(f"the process grew from {warm} to {end} bytes after it was warm")
+
+    def _check_scratch(self) -> None:
+        self.together.gather(None)  # nobody's tier is open any more
+        mine = [left for left in leftovers(Path(self.options.scratch)) if f"-{psutil.Process().pid}-" in left.path.name]
+        if mine:
+            self.result.problems.append(f"left on disk: {', '.join(str(left.path) for left in mine)}")
+
+    def _update(self) -> None:
+        """A small step, so that weights are new each time; gradients are the same on every rank."""
+        with torch.no_grad():
+            for parameter in self.inner.parameters():
+                if parameter.grad is not None:
+                    parameter -= 1e-3 * parameter.grad / (1 + parameter.grad.norm())
+
+
+def _equal(gradient: Tensor | None, before: Tensor) -> bool:
+    return gradient is not None and torch.equal(gradient, before)
+
+
+def _replay(txn: Any, group: Group, armed: Armed | None, old: list[Tensor] | None = None) -> None:
+    for lane in txn.replay(group.responses):
+        losses = []
+        for index, logprobs_R in zip(lane.indices, lane.logprobs, strict=True):
+            if armed is not None:
+                armed.loss()
+            losses.append(group.loss(index, logprobs_R))
+        lane.backward(torch.stack(losses).sum())

@@ -1,0 +1,71 @@
+"""What a stress run found: figures, and the verdict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from longstraw.runtime.report import Report
+
+
+@dataclass(kw_only=True)
+class StressResult:
+    """Of one rank. Bytes by tier's name; `worst_error` is a relative error of a parameter's gradient.
+
+    Attributes:
+        seconds: wall time.
+        steps, transactions: that ended well.
+        refused: steps whose largest group did not fit the budgets and was told so.
+        read, written: bytes between tiers and compute.
+        disk_written: bytes that the nvme tier gave its disk, the wear.
+        faults: how often each kind was put in and happened.
+        failed_cleanly: steps that a fault ended with a clear error; each was run again and then ended well.
+        retries: lanes that ran out of memory and were run narrower.
+        compared: steps whose gradients were compared with plain autograd.
+        worst_error, worst_parameter, tolerance: of those.
+        stall_seconds: compute waited for pages.
+        budgets, peaks: the largest budget of each tier, and the most that one transaction reserved of it.
+        resident_bytes: of the process, when it was warm and at the end.
+        problems: what must not be; empty in a run that passed.
+    """
+
+    rank: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    transactions: int = 0
+    refused: int = 0
+    read: Counter[str] = field(default_factory=Counter)
+    written: Counter[str] = field(default_factory=Counter)
+    disk_written: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    failed_cleanly: Counter[str] = field(default_factory=Counter)
+    retries: int = 0
+    compared: int = 0
+    worst_error: float = 0.0
+    worst_parameter: str = ""
+    tolerance: float = 0.0
+    stall_seconds: float = 0.0
+    resident_bytes: tuple[int, int] = (0, 0)
+    budgets: dict[str, int] = field(default_factory=dict)
+    peaks: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+    def add(self, report: Report) -> None:
+        """Count a transaction that ended well."""
+        self.transactions += 1
+        self.read.update(report.bytes_read)
+        self.written.update(report.bytes_written)
+        self.retries += report.retries
+        self.stall_seconds += sum(report.stall_seconds.values())
+        for tier, nbytes in report.tier_bytes.items():
+            self.peaks[tier] = max(self.peaks[tier], nbytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {k: dict(v) if isinstance(v, Counter) else v for k, v in found.items()} | {"passed": self.passed}
