@@ -11,13 +11,16 @@ from accelerate.utils import DistributedType
 
 
 def shard_on_cpus() -> None:
-    """Where there is no GPU and FSDP or DeepSpeed was asked for: gloo and the CPU in the place of NCCL and GPUs.
+    """Where there is no GPU: gloo and the CPU in the place of NCCL and GPUs.
 
-    accelerate offers both on GPUs and their like only, and falls back to unsharded training on CPUs without a word.
-    Call it before `Accelerator()`. It replaces a private method of accelerate; with GPUs it does nothing.
+    accelerate offers FSDP and DeepSpeed on GPUs and their like only, and goes on without them, and without a word, on
+    a CPU. Call it before `Accelerator()`. It replaces a private method of accelerate; with GPUs it does nothing.
     """
     asked = [os.environ.get(name) == "true" for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")]
-    if torch.cuda.is_available() or not any(asked):
+    if torch.cuda.is_available():
+        return
+    if not any(asked):
+        os.environ["ACCELERATE_USE_CPU"] = "true"
         return
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     os.environ["DS_ACCELERATOR"] = "cpu"

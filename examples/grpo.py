@@ -48,7 +48,7 @@ def main() -> None:
     generator = torch.Generator(accelerator.device).manual_seed(rank)
     for step in range(options.steps):
         began = time.perf_counter()
-        groups = 1 if not options.uneven else {0: 2, ranks - 1: 0}.get(rank, 1)
+        groups = {0: 2, ranks - 1: 0}.get(rank, 1) if options.uneven and ranks > 1 else 1
         # All ranks sample equally often: under FSDP2 and ZeRO-3 a token of one rank needs the weights of all.
         batch = []
         for number in range(2 if options.uneven else 1):
@@ -76,8 +76,8 @@ def main() -> None:
         everywhere = accelerator.gather(torch.tensor([sum(rewards), float(len(rewards))], device=accelerator.device))
         total, count = everywhere.view(-1, 2).sum(0).tolist()
         accelerator.print(
-            f"step {step + 1}: {int(count)} responses, mean reward {total / count:.3f}, gradient norm {float(norm):.3f}, "
-            f"{time.perf_counter() - began:.1f} s"
+            f"step {step + 1}: {int(count)} responses, mean reward {total / count:.3f}, "
+            f"gradient norm {float(norm):.3f}, {time.perf_counter() - began:.1f} s"
         )
     runtime.close()
     accelerator.end_training()

@@ -2,5 +2,6 @@
 
 from longstraw.collectives.average import all_reduce_mean
 from longstraw.collectives.ranks import Ranks
+from longstraw.collectives.watcher import BROKEN_NOTICE, FailureWatcher
 
-__all__ = ["Ranks", "all_reduce_mean"]
+__all__ = ["BROKEN_NOTICE", "FailureWatcher", "Ranks", "all_reduce_mean"]

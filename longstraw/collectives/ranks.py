@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _WIDTH = 4
 """Whole numbers in a message."""
@@ -76,15 +77,15 @@ class Ranks:
         rank, _, text = self._board.get(notice).decode().partition(" ")
         return int(rank), text
 
-    def _open_board(self) -> dist.TCPStore:
+    def _open_board(self) -> TCPStore:
         host = os.environ.get("MASTER_ADDR", "") if self.members[0] == 0 else ""
         host = host or socket.gethostname()
         board, port = None, 0
         if self.rank == 0:
-            board = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            board = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             port = board.port
         address = self.exchange_text(f"{host} {port}")[0]
         if board is None:
             host, _, text = address.partition(" ")
-            board = dist.TCPStore(host, int(text), is_master=False, wait_for_workers=False)
+            board = TCPStore(host, int(text), is_master=False, wait_for_workers=False)
         return board

@@ -58,8 +58,8 @@ class DeepSpeedSharding(PlainSharding):
             )
         if engine.gradient_accumulation_steps() != 1:
             raise ConfigError(
-                f"gradient_accumulation_steps: {engine.gradient_accumulation_steps()} in DeepSpeed's config: ZeRO keeps "
-                "the gradient of one accumulate() only; set it to 1 and put all groups of a step inside accumulate()"
+                f"gradient_accumulation_steps: {engine.gradient_accumulation_steps()} in DeepSpeed's config: ZeRO "
+                "keeps the gradient of one accumulate() only; set it to 1 and put all groups of a step inside accumulate()"
             )
         self.name = f"ZeRO-{self._stage}"
         self.lockstep = self._stage == 3

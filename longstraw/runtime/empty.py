@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,12 +28,12 @@ def run_empty_pass(engine: Engine, kind: Kind, checkpoint: bool) -> None:
     with ExitStack() as stack:
         if kind in (Kind.PROBE, Kind.REFERENCE):
             stack.enter_context(engine.adapter.reference())
-        engine.lockstep.go()
-        for _ in range(_PROBE_PASSES if kind is Kind.PROBE else 1):
-            _run(engine, kind, checkpoint)
+        for number in range(_PROBE_PASSES if kind is Kind.PROBE else 1):
+            # The two runs of a probe are one pass to the other ranks.
+            _run(engine, kind, checkpoint, agreed=number == 0)
 
 
-def _run(engine: Engine, kind: Kind, checkpoint: bool) -> None:
+def _run(engine: Engine, kind: Kind, checkpoint: bool, *, agreed: bool) -> None:
     adapter, replay = engine.adapter, engine.config.replay
     ids = torch.zeros(1, dtype=torch.int64, device=engine.device)
     head = None
@@ -48,11 +48,11 @@ def _run(engine: Engine, kind: Kind, checkpoint: bool) -> None:
     state = _nothing_captured(engine) if kind in _LEARNING else None
     forward = ForwardPass(purpose, [1], state=state, head=head, checkpoint=checkpoint)
     with torch.set_grad_enabled(kind in _LEARNING), forward, adapter.active(forward):
-        out = adapter.run(forward, ids, ids)
+        with engine.lockstep.half() if agreed else nullcontext():
+            out = adapter.run(forward, ids, ids)
         if kind in _LEARNING:
-            engine.lockstep.go()
-            if out.requires_grad:
-                with engine.empty_ledger():
+            with engine.lockstep.half(), engine.empty_ledger():
+                if out.requires_grad:
                     engine.sharding.backward(out, torch.zeros_like(out))
 
 

@@ -4,6 +4,11 @@ A step has *phases*: runs of passes of one kind. Before a phase every rank says 
 how many passes of it. The kind that comes first in `Kind` has its turn, with as many passes as the rank that wants
 most of it; a rank that wants fewer, or another kind, makes empty passes. The step ends when every rank says END.
 
+A rank that fails between passes tells the others at their next agreement, and all leave the step together: the next
+step works. One that fails within a pass leaves the others in a collective that it will never join. It says so on a
+board, its error is logged on every rank, and the processes have to be started again (a launcher like torchrun ends
+the others as soon as one has gone).
+
 Where passes run no collectives (DDP, ZeRO with a deferred reduction), there are no phases: ranks meet at the end of
 the step only, and look at a board of failures before each pass.
 """
@@ -11,10 +16,12 @@ the step only, and look at a board of failures before each pass.
 from __future__ import annotations
 
 import enum
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
-from longstraw.collectives import Ranks
+from longstraw.collectives import BROKEN_NOTICE, FailureWatcher, Ranks
 from longstraw.errors import RankFailedError, TransactionStateError
 
 
@@ -32,17 +39,22 @@ class Kind(enum.IntEnum):
 
 
 class StepState(enum.Enum):
-    """IDLE: outside a step. OPEN: within one. FAILED: within one that has failed on some rank."""
+    """IDLE: outside a step. OPEN: within one. FAILED: within one that has failed on some rank.
+
+    BROKEN: a rank failed within a pass, and the ranks' collectives no longer match.
+    """
 
     IDLE = "IDLE"
     OPEN = "OPEN"
     FAILED = "FAILED"
+    BROKEN = "BROKEN"
 
 
 MOVES: dict[StepState, frozenset[StepState]] = {
     StepState.IDLE: frozenset({StepState.OPEN}),
-    StepState.OPEN: frozenset({StepState.FAILED, StepState.IDLE}),
+    StepState.OPEN: frozenset({StepState.FAILED, StepState.IDLE, StepState.BROKEN}),
     StepState.FAILED: frozenset({StepState.IDLE}),
+    StepState.BROKEN: frozenset(),
 }
 
 EmptyPass = Callable[[Kind, bool], None]
@@ -61,14 +73,14 @@ class Phase:
         self.checkpoint = checkpoint
         self._lockstep, self._kind, self._left = lockstep, kind, passes
 
-    def forward(self) -> None:
-        """The next pass is about to run. Raises RankFailedError if another rank has failed."""
+    def forward(self) -> AbstractContextManager[None]:
+        """Hold it around the next pass's forward. Raises RankFailedError if another rank has failed."""
         self._left -= 1
-        self._lockstep.go()
+        return self._lockstep.half()
 
-    def backward(self) -> None:
-        """The pass's backward is about to run."""
-        self._lockstep.go()
+    def backward(self) -> AbstractContextManager[None]:
+        """Hold it around the pass's backward."""
+        return self._lockstep.half()
 
     def finish(self) -> None:
         """This rank has no more real passes in this phase."""
@@ -76,6 +88,7 @@ class Phase:
             assert self._left >= 0, "more passes than were agreed"
             while self._left > 0:
                 self._left -= 1
+                self._lockstep.empty_passes += 1
                 self._lockstep.empty_pass(self._kind, self.checkpoint)
 
     @property
@@ -90,6 +103,10 @@ class Lockstep:
         ranks: the replicas, or None for a single process: then nothing is agreed and every call is free.
         collective: whether passes run collectives.
         empty_pass: makes an empty pass.
+
+    Attributes:
+        waited_seconds: spent in agreements, most of it waiting for the slowest rank.
+        empty_passes: made so far.
     """
 
     def __init__(self, ranks: Ranks | None, *, collective: bool, empty_pass: EmptyPass) -> None:
@@ -100,6 +117,10 @@ class Lockstep:
         self._depth = 0
         self._step = 0
         self._failure: RankFailedError | None = None
+        self._running = False
+        self._watcher: FailureWatcher | None = None
+        self.waited_seconds = 0.0
+        self.empty_passes = 0
 
     @property
     def depth(self) -> int:
@@ -113,6 +134,11 @@ class Lockstep:
 
         Raises TransactionStateError in a step that has already failed.
         """
+        if self.state is StepState.BROKEN:
+            raise TransactionStateError(
+                f"a rank failed within a pass ({self._failure}), and the ranks' collectives no longer match; start the "
+                "processes again"
+            )
         if self.state is StepState.FAILED:
             raise TransactionStateError(
                 f"this step has failed on some rank ({self._failure}); leave accumulate() on every rank and run the "
@@ -121,6 +147,8 @@ class Lockstep:
         if self.state is StepState.IDLE:
             self._move(StepState.OPEN)
             self._step += 1
+            if self.collective and self._ranks is not None:
+                self._watcher = FailureWatcher(self._ranks)
         self._depth += 1
         return self._depth == 1
 
@@ -129,8 +157,12 @@ class Lockstep:
         self._depth -= 1
         if self._depth > 0:
             return False
-        self._failure = None
-        self._move(StepState.IDLE)
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher = None
+        if self.state is not StepState.BROKEN:
+            self._failure = None
+            self._move(StepState.IDLE)
         return True
 
     def end(self, *, has_gradient: bool) -> bool:
@@ -152,8 +184,12 @@ class Lockstep:
         if self._ranks is None or self.state is not StepState.OPEN:
             return
         text = "".join(traceback.format_exception_only(error)).strip()
-        self._move(StepState.FAILED)
         self._failure = RankFailedError(f"rank {self._ranks.rank} failed: {text}")
+        if self.collective and self._running:
+            self._move(StepState.BROKEN)
+            self._ranks.post(BROKEN_NOTICE, text)
+            return
+        self._move(StepState.FAILED)
         if not self.collective:
             self._ranks.post(f"failed-{self._step}", text)
         self._ranks.exchange(Kind.FAILED)
@@ -166,6 +202,18 @@ class Lockstep:
         if self.collective:
             passes, checkpoint = self._turn(kind, passes, checkpoint)[0]
         return Phase(self, kind, passes, checkpoint)
+
+    @contextmanager
+    def half(self) -> Iterator[None]:
+        """Held around a forward, or a backward. An error that leaves it was raised within a pass."""
+        self.go()
+        self._running = True
+        yield
+        self._running = False
+
+    def break_off(self) -> None:
+        """A pass has failed, and its error is about to be raised."""
+        self._running = True
 
     def go(self) -> None:
         """Called before each half of a pass. Raises RankFailedError if another rank has failed."""
@@ -183,11 +231,14 @@ class Lockstep:
             if turn is kind:
                 return agreed, told
             for _ in range(agreed[0]):
+                self.empty_passes += 1
                 self.empty_pass(turn, agreed[1])
 
     def _exchange(self, *message: int) -> list[tuple[int, ...]]:
         assert self._ranks is not None
+        began = time.perf_counter()
         told = self._ranks.exchange(*message)
+        self.waited_seconds += time.perf_counter() - began
         failed = [rank for rank, one in enumerate(told) if one[0] == Kind.FAILED]
         if failed:
             texts = self._ranks.exchange_text("")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from longstraw.pagers.stalls import Stall
+from longstraw.pagers.trace import Tracer, Track
 from longstraw.runtime.passes import PassTraffic
 
 
@@ -25,12 +30,19 @@ class Report:
         kept_output_layers: layers whose attention outputs over the prompt were kept for the sweep.
         checkpoint_replay, checkpoint_sweep: whether activations were recomputed.
         seconds: wall time by phase: capture, score, replay (lane forwards), backward, sweep, finalize.
-        stall_seconds: time that compute waited for pages, by phase.
+        stall_seconds: time that compute waited for pages, by phase: the CUDA stream's own time, or the CPU's.
+        stall_seconds_by_tier: the same, by the slowest tier that the pages came from.
         bytes_read, bytes_written: moved between tiers and compute, by tier; rows used in place are not counted.
         tier_bytes: pages reserved on each tier.
+        passes: for each pass its phase, the second at which it was over, the peak of device memory since the pass
+            before, and the bytes read and written by tier.
         peak_device_bytes: the most that torch had allocated on a CUDA device since the transaction began; 0 on a CPU.
         retries: lanes or sweeps that ran out of memory and were run again narrower.
         stale_steps: optimizer steps between capture and the last use of the state.
+        sharding, reduce: the framework that holds the model, and when it averages gradients: "deferred" or "each_pass".
+        gradient_bytes: of gradient that this rank holds until the step ends.
+        empty_passes: made for other ranks while this transaction was open.
+        rank_wait_seconds: spent in agreements with other ranks, most of it waiting for the slowest.
         drift_mean, drift_max: |change| of the replayed log-probs against the scored ones; None if nothing was scored.
     """
 
@@ -47,24 +59,45 @@ class Report:
     checkpoint_sweep: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     stall_seconds: dict[str, float] = field(default_factory=dict)
+    stall_seconds_by_tier: dict[str, float] = field(default_factory=dict)
     bytes_read: dict[str, int] = field(default_factory=dict)
     bytes_written: dict[str, int] = field(default_factory=dict)
     tier_bytes: dict[str, int] = field(default_factory=dict)
+    passes: list[dict[str, Any]] = field(default_factory=list)
     peak_device_bytes: int = 0
     retries: int = 0
     stale_steps: int = 0
+    sharding: str = ""
+    reduce: str = ""
+    gradient_bytes: int = 0
+    empty_passes: int = 0
+    rank_wait_seconds: float = 0.0
     drift_mean: float | None = None
     drift_max: float | None = None
+
+    def __post_init__(self) -> None:
+        self._began = time.perf_counter()
+        self._stalls: deque[tuple[str, Stall]] = deque()
+        self._tracer: Tracer | None = None
+        self._lap: Callable[[], int] = lambda: 0
+
+    def watch(self, tracer: Tracer | None, lap: Callable[[], int]) -> None:
+        """Tell `tracer` of phases, and take each pass's peak of device memory from `lap`."""
+        self._tracer, self._lap = tracer, lap
 
     @contextmanager
     def phase(self, name: str, device: torch.device) -> Iterator[None]:
         """Add the wall time of the block to `seconds[name]`; CUDA work is waited for."""
         _synchronize(device)
         start = time.perf_counter()
+        span = None if self._tracer is None else self._tracer.begin(Track.PHASE, name)
         try:
             yield
         finally:
             _synchronize(device)
+            if span is not None:
+                span.end()
+            self._count_stalls()
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def add_traffic(self, phase: str, traffic: PassTraffic) -> None:
@@ -72,7 +105,23 @@ class Report:
         for total, part in ((self.bytes_read, traffic.read), (self.bytes_written, traffic.written)):
             for tier, count in part.items():
                 total[tier] = total.get(tier, 0) + count
-        self.stall_seconds[phase] = self.stall_seconds.get(phase, 0.0) + traffic.stall_seconds
+        self._stalls.extend((phase, stall) for stall in traffic.stalls)
+        self._count_stalls()
+        at = time.perf_counter() - self._began
+        moved = {"read": dict(traffic.read), "written": dict(traffic.written)}
+        self.passes.append({"phase": phase, "seconds": at, "peak_device_bytes": self._lap(), **moved})
+
+    def _count_stalls(self) -> None:
+        """Add the waits whose length is known by now. Never waits itself."""
+        while self._stalls and self._stalls[0][1].known():
+            phase, stall = self._stalls.popleft()
+            seconds = stall.seconds()
+            for total, key in ((self.stall_seconds, phase), (self.stall_seconds_by_tier, stall.tier)):
+                total[key] = total.get(key, 0.0) + seconds
+
+    def save(self, path: str | Path) -> None:
+        """Write the figures as JSON, for `longstraw report`."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

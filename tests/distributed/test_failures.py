@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +136,31 @@ def test_an_error_that_is_swallowed_still_fails_the_step(two: Pool, wrap: str) -
     assert "swallowed" in first
     assert "swallowed" in second
     assert "leave accumulate()" in inner
+
+
+def fail_within_a_pass(rank: int, world: int, log: str) -> str:
+    """Rank 1's second layer fails; rank 0 is left in a collective, and logs why."""
+    logging.getLogger("longstraw").addHandler(logging.FileHandler(f"{log}.{rank}"))
+    model = build_kind("qwen3")
+    runtime = Runtime(fsdp2(model).model, SMALL)
+    group = groups_of(UNEQUAL, 0)[rank][0]
+    with runtime.accumulate(), runtime.transaction(group.prompt) as txn:
+        if rank == 1:
+
+            def broken(*args: Any, **kwargs: Any) -> None:
+                raise Mistake("within a pass")
+
+            model.model.layers[1].mlp.forward = broken
+        replay_group(txn, group)
+    return "not reached"
+
+
+def test_a_rank_that_fails_within_a_pass_shows_its_error_everywhere(tmp_path: Path) -> None:
+    pool = Pool(2)
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=r"no answer from ranks \[0\](?s:.*)Mistake: within a pass"):
+        pool.run(fail_within_a_pass, str(tmp_path / "log"), timeout=60)
+    assert time.monotonic() - start < 60
+    text = (tmp_path / "log.0").read_text()
+    assert "rank 1 failed within a pass, and rank 0 waits for it" in text
+    assert "Mistake: within a pass" in text

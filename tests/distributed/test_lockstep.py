@@ -143,6 +143,28 @@ def reference_scores(rank: int, world: int, wrap: Any = fsdp2, **options: Any) -
     return True
 
 
+def reported(rank: int, world: int) -> dict[str, Any]:
+    held = fsdp2(build_kind("qwen3"))
+    runtime = Runtime(held.model, SMALL)
+    group = groups_of(ONE_IDLE, 0)[0][rank]
+    with runtime.transaction(group.prompt) as txn:
+        replay_group(txn, group)
+    numel = sum(p.numel() for p in held.model.parameters())
+    assert txn.report.gradient_bytes == 4 * numel
+    assert f"{4 * numel} bytes" in runtime.describe()
+    return txn.report.to_dict()
+
+
+def test_the_report_says_what_it_costs(two: Pool) -> None:
+    first, second = two.run(reported)
+    assert (first["sharding"], first["reduce"]) == ("FSDP2", "deferred")
+    # The second prompt is half as long: one chunk less in the capture and in the sweep, and one lane less.
+    assert first["empty_passes"] == 0
+    chunks, lanes = first["chunks"] - second["chunks"], first["lanes"] - second["lanes"]
+    assert second["empty_passes"] == 2 * chunks + lanes > 0
+    assert second["rank_wait_seconds"] > 0
+
+
 def test_reference_policy_of_adapters(two: Pool) -> None:
     assert two.run(reference_scores) == [True, True]
 
