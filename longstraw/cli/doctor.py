@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 _STYLE = {"good": "green", "note": "yellow", "bad": "bold red"}
@@ -32,7 +33,7 @@ def doctor(
         table.add_column(column, overflow="fold")
     for finding in found:
         level = finding.level.value
-        table.add_row(finding.area, f"[{_STYLE[level]}]{level}[/]", finding.text, finding.fix)
+        table.add_row(finding.area, f"[{_STYLE[level]}]{level}[/]", escape(finding.text), escape(finding.fix))
     console = Console(highlight=False)
     console.print(table)
     failing = sum(finding.level is Level.BAD for finding in found)

@@ -70,4 +70,4 @@ def _show(result: ProbeResult, console: Console) -> None:
         console.print("no GPU: no links were measured")
     for disk in result.disks:
         for name, why in disk.refused.items():
-            console.print(f"{disk.path}: not {name}: {why}")
+            console.print(f"{disk.path}: not {name}: {why}", markup=False, soft_wrap=True)

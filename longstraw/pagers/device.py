@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from longstraw.errors import CapacityError
-from longstraw.pagers.protocol import Extent
+from longstraw.pagers.protocol import Extent, check_rows
 from longstraw.pagers.transfer import DoneTransfer, Transfer, record
 from longstraw.resident.placement import format_bytes
 
@@ -67,6 +67,8 @@ class DevicePager:
         return self._copy(self.view(extent, offset, source.numel()), source, after)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Transfer]) -> Transfer:
+        check_rows(target)
+        check_rows(source)
         for transfer in after:
             transfer.wait()
         target.copy_(source)

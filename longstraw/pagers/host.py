@@ -12,7 +12,8 @@ from longstraw.errors import CapacityError
 from longstraw.pagers.arena import REGISTER_BYTES, HostArena
 from longstraw.pagers.extents import ExtentAllocator
 from longstraw.pagers.numa import UNBOUND, Binding
-from longstraw.pagers.protocol import Extent
+from longstraw.pagers.protocol import Extent, check_rows
+from longstraw.pagers.trace import Tracer, Track
 from longstraw.pagers.transfer import DoneTransfer, Transfer, record_on, side_streams
 from longstraw.resident.placement import format_bytes
 
@@ -41,6 +42,7 @@ class HostPager:
         self.device = device
         self.budget = budget
         self.peak = 0
+        self.tracer: Tracer | None = None
         self._pinned = pinned
         self._binding = numa
         self._extents = ExtentAllocator()
@@ -131,14 +133,20 @@ class HostPager:
         source: torch.Tensor,
         after: Sequence[Transfer],
     ) -> Transfer:
+        check_rows(target)
+        check_rows(source)
         for transfer in after:
             transfer.order(stream)
         if stream is None:
             target.copy_(source)
             return DoneTransfer(target.numel())
+        track = Track.TO_DEVICE if stream is self._in else Track.FROM_DEVICE
+        span = None if self.tracer is None else self.tracer.begin_on(stream, track, self.name, bytes=target.numel())
         with torch.cuda.stream(stream):
             for low, high in self._unbroken(target if target.device.type == "cpu" else source):
                 target[low:high].copy_(source[low:high], non_blocking=True)
+        if span is not None:
+            span.end()
         return record_on(stream, target.numel())
 
     def _unbroken(self, host: torch.Tensor) -> Iterator[tuple[int, int]]:

@@ -16,9 +16,10 @@ from longstraw.errors import CapacityError, PageLostError
 from longstraw.pagers.checksums import Checksums
 from longstraw.pagers.engines import Buffer, DeviceEngine, EngineName, EngineSettings, choose_engine
 from longstraw.pagers.extents import ExtentAllocator
-from longstraw.pagers.protocol import Extent
+from longstraw.pagers.protocol import Extent, check_rows
 from longstraw.pagers.range_lock import RangeLock
 from longstraw.pagers.spool import SECTOR, SpoolFile
+from longstraw.pagers.trace import Tracer, Track
 from longstraw.pagers.transfer import ThreadTransfer, Transfer, record_on, side_streams
 from longstraw.resident.placement import format_bytes
 
@@ -58,6 +59,7 @@ class NvmePager:
         self.device = device
         self.budget = budget
         self.peak = 0
+        self.tracer: Tracer | None = None
         self.disk_read = 0
         self.disk_written = 0
         self._counting = threading.Lock()
@@ -139,6 +141,7 @@ class NvmePager:
     ) -> Transfer:
         """Queue the parts of a copy. Workers take them in order, so a part never waits for one behind it."""
         assert self._workers is not None, f"tier {self.name} is closed"
+        check_rows(tensor)
         parts: list[Future[None]] = []
         low, stop = start, start + tensor.numel()
         while low < stop:
@@ -150,6 +153,10 @@ class NvmePager:
     def _read_part(self, start: int, target: torch.Tensor, after: tuple[Transfer, ...]) -> None:
         for transfer in after:
             transfer.order(self._in)
+        with self._span("read", target.numel()):
+            self._read_now(start, target)
+
+    def _read_now(self, start: int, target: torch.Tensor) -> None:
         if self._to_device is not None and target.device.type == "cuda":
             self._read_device(self._to_device, start, target)
             return
@@ -161,6 +168,10 @@ class NvmePager:
     def _write_part(self, start: int, source: torch.Tensor, after: tuple[Transfer, ...]) -> None:
         for transfer in after:
             transfer.order(self._out)
+        with self._span("write", source.numel()):
+            self._write_now(start, source)
+
+    def _write_now(self, start: int, source: torch.Tensor) -> None:
         if self._to_device is not None and source.device.type == "cuda":
             self._write_device(self._to_device, start, source)
             return
@@ -174,6 +185,17 @@ class NvmePager:
                 self._read_units(buffer, last - low, high - low, last)
             self._copy(self._out, buffer.memory[start - low : stop - low], source)
             self._write_units(buffer, high - low, low)
+
+    @contextmanager
+    def _span(self, what: str, nbytes: int) -> Iterator[None]:
+        if self.tracer is None:
+            yield
+            return
+        span = self.tracer.begin(Track.DISK, f"{what} {self.name}", bytes=nbytes)
+        try:
+            yield
+        finally:
+            span.end()
 
     def _read_device(self, engine: DeviceEngine, start: int, target: torch.Tensor) -> None:
         assert self._in is not None

@@ -20,6 +20,18 @@ class Extent:
     nbytes: int
 
 
+def check_rows(tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the tensor is what copies are made of: uint8 [n], contiguous.
+
+    A transposed or strided view would be cut, or handed to an engine, as if its bytes lay in order.
+    """
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"a copy takes contiguous uint8 [n], not {tensor.dtype} {list(tensor.shape)} with strides "
+            f"{list(tensor.stride())}; pass a contiguous tensor's .view(torch.uint8).view(-1)"
+        )
+
+
 class Pager(Protocol):
     """One tier's memory, and the copies from and to it.
 
@@ -61,7 +73,7 @@ class Pager(Protocol):
         """The bytes where they lie (uint8 [nbytes]), or None if the compute device cannot address them."""
 
     def read(self, extent: Extent, offset: int, target: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
-        """Copy bytes of the extent into `target`, as many as it has."""
+        """Copy bytes of the extent into `target`, as many as it has. ValueError if that is no row of bytes."""
 
     def write(self, extent: Extent, offset: int, source: torch.Tensor, after: Sequence[Transfer] = ()) -> Transfer:
         """Copy `source` into the extent. `source` must stay as it is until the transfer has ended."""

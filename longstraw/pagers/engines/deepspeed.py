@@ -111,11 +111,13 @@ def load_op() -> ModuleType:
 
 def is_built() -> bool:
     """Whether the op is there without compiling: what `auto` and the probe look at."""
-    if importlib.util.find_spec("deepspeed") is None:
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or not spec.submodule_search_locations:
         return False
+    # The package itself takes seconds to import, and looks for accelerators.
+    if any(Path(spec.submodule_search_locations[0]).glob("ops/aio/async_io_op*.so")):
+        return True
     from torch.utils import cpp_extension
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    if any(root.glob("async_io/async_io.so")) or any(root.glob("*/async_io/async_io.so")):
-        return True
-    return importlib.util.find_spec("deepspeed.ops.aio.async_io_op") is not None
+    return any(root.glob("async_io/async_io.so")) or any(root.glob("*/async_io/async_io.so"))
