@@ -16,7 +16,6 @@ from longstraw.errors import ConfigError
 # Keys of the design that this version does not have: no typing error, so no nearest name is offered.
 NOT_IN_THIS_VERSION = {
     "context_parallel": "prompts are not yet split over ranks",
-    "trace": "no trace file is written yet; txn.report has the times",
 }
 _TIER_KINDS = ("device", "host", "nvme")
 

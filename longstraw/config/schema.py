@@ -56,6 +56,12 @@ def _bool_or_auto(value: object) -> object:
     return value
 
 
+def _file_or_null(value: object) -> object:
+    if value is not None and (not isinstance(value, str | Path) or not str(value)):
+        raise ValueError(f"expected a file to write, or null, got {value!r}")
+    return value
+
+
 def _budget(value: object) -> object:
     return value if value == AUTO else parse_bytes(value)
 
@@ -84,6 +90,7 @@ def _node(value: object) -> object:
 PositiveOrAuto = Annotated[int | Auto, BeforeValidator(_positive_or_auto)]
 Positive = Annotated[int, BeforeValidator(_positive)]
 NotNegative = Annotated[int, BeforeValidator(_not_negative)]
+TracePath = Annotated[Path | None, BeforeValidator(_file_or_null)]
 Flag = Annotated[bool, BeforeValidator(_bool)]
 FlagOrAuto = Annotated[bool | Auto, BeforeValidator(_bool_or_auto)]
 Budget = Annotated[int | Auto, BeforeValidator(_budget)]
@@ -210,6 +217,7 @@ class Config(_Section):
     kernels: KernelsConfig = KernelsConfig()
     tiers: tuple[Tier, ...] = (DeviceTier(), HostTier())
     staleness: NotNegative = 0
+    trace: TracePath = None
 
     def __init__(self, **settings: Any) -> None:
         with config_error_from(type(self), settings):

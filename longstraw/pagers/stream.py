@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from types import TracebackType
 
 import torch
 
 from longstraw.errors import PageLostError, StreamOrderError
 from longstraw.pagers.staging import Slot, StagingPool
+from longstraw.pagers.stalls import Stall, StallClock
+from longstraw.pagers.trace import Tracer, Track
 from longstraw.pagers.transfer import Transfer, record
 from longstraw.resident.lease import Access, Lease, claim
 from longstraw.resident.segment import Segment
@@ -50,8 +51,8 @@ class PageStream:
     `staging` is a pool to share with other streams; without it the stream has its own, which goes with it. A
     pass holds at most `lookahead` slots and one more for each request that is open.
 
-    `stall_seconds` is the time that the host waited for rows (on CUDA only the nvme tier makes it wait).
-    `bytes_read` and `bytes_written` are the bytes copied, by the tier's name.
+    `stalls` are the waits for rows that had to be copied, each with the slowest tier that they came from.
+    `bytes_read` and `bytes_written` are the bytes copied, by the tier's name. `tracer` is told of the waits.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PageStream:
         lookahead: int = 2,
         device: torch.device,
         staging: StagingPool | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         if lookahead < 0:
             raise ValueError(f"lookahead must be at least 0, not {lookahead}")
@@ -81,7 +83,8 @@ class PageStream:
         self._open: dict[int, _Entry] = {}
         self._written: dict[int, Segment] = {}
         self._closed = False
-        self.stall_seconds = 0.0
+        self.stalls: list[Stall] = []
+        self._tracer = tracer
         self.bytes_read = dict.fromkeys(store.bytes_read, 0)
         self.bytes_written = dict.fromkeys(store.bytes_written, 0)
         self._bring_ahead()
@@ -170,7 +173,10 @@ class PageStream:
         return self._held(lease, slot, slot.buffer[: lease.nbytes])
 
     def _held(self, lease: Lease, slot: Slot | None, rows: torch.Tensor) -> tuple[Lease, Slot | None, torch.Tensor]:
-        began = perf_counter()
+        # Rows used where they lie come without a wait of their own, unless a write to them is on its way.
+        clock = StallClock(self._device, copied=slot is not None)
+        # Pages overflow from fast tiers to slow ones, so that the last piece is on the slowest.
+        tier = lease.pieces[-1].pager.name
         try:
             if slot is not None and lease.access is Access.FILL:
                 for transfer in slot.after:
@@ -181,11 +187,18 @@ class PageStream:
             if slot is not None:
                 self._pool.give_back(slot, (record(self._device),))
             raise
-        self.stall_seconds += perf_counter() - began
+        self._note(clock.stop(tier))
         state = lease.segment.state
         # Detached: an in-place write by the consumer must not tie its graph to the slot.
         typed = rows.view(getattr(torch, state.dtype)).view(-1, state.row_elements)
         return lease, slot, typed.detach()
+
+    def _note(self, stall: Stall) -> None:
+        self.stalls.append(stall)
+        if self._tracer is not None and stall.events is not None:
+            self._tracer.waited(*stall.events, Track.STALL, f"wait for {stall.tier}")
+        elif self._tracer is not None and stall.seconds() > 0:
+            self._tracer.waited_host(stall.host, Track.STALL, f"wait for {stall.tier}")
 
     def _leave(self, lease: Lease, slot: Slot | None, failed: bool) -> None:
         mark: tuple[Transfer, ...] = (record(self._device),)

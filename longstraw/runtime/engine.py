@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
 from torch import Tensor, nn
 
 from longstraw.config import Config
@@ -18,9 +17,12 @@ from longstraw.runtime.empty import run_empty_pass
 from longstraw.runtime.ledger import GradientLedger, GradientSums
 from longstraw.runtime.lockstep import Kind, Lockstep
 from longstraw.runtime.memory import free_device_bytes
+from longstraw.runtime.peak import DevicePeak
 from longstraw.runtime.prompt_state import PromptState
+from longstraw.runtime.report import Report
 from longstraw.runtime.sizing import GraphSize, block_rows, keep_outputs, size_chunk, size_lane
 from longstraw.runtime.tiers import build_store
+from longstraw.runtime.trace import build_tracer
 from longstraw.runtime.transaction import Transaction
 from longstraw.runtime.weights import WeightsWatch
 
@@ -48,6 +50,9 @@ class Engine:
         self.watch = WeightsWatch(adapter)
         self.store = store if store is not None else build_store(config, self.device)
         self.staging = StagingPool(self.device)
+        # With another engine's pages the trace is that one's.
+        self.tracer = build_tracer(config, self.store, self.device, self.sharding.ranks) if store is None else None
+        self._peak = DevicePeak(self.device)
         self.progress: Progress = progress if progress is not None else lambda phase, chunks: chunks
         self._free_bytes: int | None = None
         self._lane_limit: int | None = None
@@ -92,7 +97,9 @@ class Engine:
         self.leave(None)
 
     def close(self) -> None:
-        """Give every tier back."""
+        """Give every tier back, and write what the trace still holds of a failed transaction."""
+        if self.tracer is not None:
+            self.tracer.finish()
         for pager in self.store.pagers:
             pager.close()
 
@@ -183,8 +190,8 @@ class Engine:
                     "fall out of step; change it between steps"
                 )
             phase = self.lockstep.phase(Kind.PROBE, 1)
-            phase.forward()
-            profile = self.adapter.profile()
+            with phase.forward():
+                profile = self.adapter.profile()
             phase.finish()
             return profile
         return self.adapter.profile()
@@ -235,11 +242,22 @@ class Engine:
             self._free_bytes = max(free_device_bytes(self.device) - self.sharding.gradient_bytes(), 0)
         return self._free_bytes
 
-    def begin_peak(self) -> None:
-        """Start measuring the peak of device memory."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+    def begin_report(self, report: Report) -> None:
+        """A transaction begins: start measuring the peak of device memory, and tracing."""
+        self._peak.begin()
+        if self.tracer is not None:
+            self.tracer.start()
+        report.watch(self.tracer, self._peak.lap)
+        report.sharding, report.reduce = self.sharding.name, self.sharding.reduce
+        report.gradient_bytes = self.sharding.gradient_bytes()
+        # What ranks did for one another before this transaction is not its own.
+        report.empty_passes = -self.lockstep.empty_passes
+        report.rank_wait_seconds = -self.lockstep.waited_seconds
 
-    def peak(self) -> int:
-        """Most bytes that torch had allocated on the device since `begin_peak`; 0 on a CPU, which does not count."""
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+    def end_report(self, report: Report) -> None:
+        """A transaction is over, well or not."""
+        report.peak_device_bytes = self._peak.highest()
+        report.empty_passes += self.lockstep.empty_passes
+        report.rank_wait_seconds += self.lockstep.waited_seconds
+        if self.tracer is not None:
+            self.tracer.finish()

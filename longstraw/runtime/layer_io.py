@@ -103,7 +103,7 @@ class LayerIO:
         state = self._pass.state
         if state is None:
             return
-        stream = self._pass.backward_stream()
+        stream = self._pass.backward_stream(self.spec.index)
         for request in state.reads(self.spec.index, name, self._pass.prefix_rows):
             update = state.gradient_update(self.spec.index, name, request.start, request.stop)
             with stream.next(request.segment, request.start, request.stop) as rows:
@@ -120,7 +120,7 @@ class LayerIO:
             return
         request = state.gradient_read(self.spec.index, name, *self._pass.own_rows)
         if request is not None:
-            with self._pass.backward_stream().next(request.segment, request.start, request.stop) as rows:
+            with self._pass.backward_stream(self.spec.index).next(request.segment, request.start, request.stop) as rows:
                 yield rows
 
     def fill(self, name: str, write: Callable[[Tensor], Any]) -> None:
@@ -169,7 +169,7 @@ class LayerIO:
         request = state.carried_gradient_read(self.spec.index, name, self._pass.own_rows[1])
         if request is None:
             return None
-        with self._pass.backward_stream().next(request.segment, request.start, request.stop) as rows:
+        with self._pass.backward_stream(self.spec.index).next(request.segment, request.start, request.stop) as rows:
             return rows[0].clone()
 
     def add_carried_gradient(self, name: str, gradient: Tensor) -> None:
@@ -181,7 +181,7 @@ class LayerIO:
         context = (
             nullcontext()
             if update is None
-            else self._pass.backward_stream().next(update.segment, update.start, update.stop)
+            else self._pass.backward_stream(self.spec.index).next(update.segment, update.start, update.stop)
         )
         with context as rows:
             if update is not None and rows is not None:

@@ -11,9 +11,12 @@ from typing import Any, Self
 from torch import Tensor
 
 from longstraw.errors import StreamOrderError, UnsupportedModelError
+from longstraw.pagers.stalls import Stall
 from longstraw.pagers.stream import PageStream, Request
+from longstraw.pagers.trace import Tracer
 from longstraw.runtime.layer_io import LayerIO
 from longstraw.runtime.layer_spec import LayerSpec
+from longstraw.runtime.pass_trace import PassTrace
 from longstraw.runtime.prompt_state import PromptState, carried_specs, output_specs, token_specs
 
 
@@ -39,17 +42,17 @@ class HeadRequest:
 
 @dataclass(kw_only=True)
 class PassTraffic:
-    """Bytes that a pass moved, by tier, and the seconds that it waited for them."""
+    """Bytes that a pass moved, by tier, and its waits for them."""
 
     read: dict[str, int] = field(default_factory=dict)
     written: dict[str, int] = field(default_factory=dict)
-    stall_seconds: float = 0.0
+    stalls: list[Stall] = field(default_factory=list)
 
     def add_stream(self, stream: PageStream) -> None:
         for total, part in ((self.read, stream.bytes_read), (self.written, stream.bytes_written)):
             for tier, count in part.items():
                 total[tier] = total.get(tier, 0) + count
-        self.stall_seconds += stream.stall_seconds
+        self.stalls += stream.stalls
 
 
 class ForwardPass:
@@ -66,6 +69,7 @@ class ForwardPass:
         head: what the LM head is to compute, or None if only state is wanted.
         checkpoint: keep only each layer's input and attention output, and recompute the rest in the backward.
         row_tokens: the row length whose position encoding is used, where that depends on the length.
+        tracer: told of the pass, of its layers and of its waits.
 
     Attributes:
         own_rows: the rows that the one chunk of a CAPTURE or SWEEP is.
@@ -83,6 +87,7 @@ class ForwardPass:
         head: HeadRequest | None = None,
         checkpoint: bool = False,
         row_tokens: int | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.purpose = purpose
         self.lengths = tuple(lengths)
@@ -92,6 +97,7 @@ class ForwardPass:
         self.checkpoint = checkpoint
         self.row_tokens = row_tokens
         self.traffic = PassTraffic()
+        self._tracer, self._trace = tracer, None if tracer is None else PassTrace(tracer)
         self.own_rows = (prefix_rows, prefix_rows + sum(self.lengths))
         self.kept: dict[Hashable, Any] = {}
         self.kernels: Mapping[str, str] = {}
@@ -103,12 +109,17 @@ class ForwardPass:
 
     def __enter__(self) -> Self:
         if self.state is not None:
-            self._forward = self.state.stream(self.schedule(backward=False))
+            if self._trace is not None:
+                tokens = sum(self.lengths)
+                self._trace.begin(self.purpose.value, self.state.device, tokens=tokens, prefix=self.prefix_rows)
+            self._forward = self.state.stream(self.schedule(backward=False), self._tracer)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._trace is not None:
+            self._trace.end()
         streams = [stream for stream in (self._forward, self._backward) if stream is not None]
         self._forward = self._backward = None
         self.kept.clear()
@@ -131,15 +142,21 @@ class ForwardPass:
                     f"layer {spec.index} ran twice in one {self.purpose.value} pass; modules that are shared between "
                     "layers, and recomputation by anything but Longstraw, are not supported"
                 )
+            self._layer_begins(spec.index, "forward again")
             return io.again()
         known = self._known.get(spec.index)
         if self.state is None:
             self.declared.append(spec)
         elif known is None or [s.state(0) for s in known.states] != [s.state(0) for s in spec.states]:
             raise UnsupportedModelError(f"layer {spec.index} keeps other state in a {self.purpose.value} than before")
+        self._layer_begins(spec.index, "forward")
         io = LayerIO(self, known or spec)
         self._layers[spec.index] = io
         return io
+
+    def _layer_begins(self, index: int, way: str) -> None:
+        if self._trace is not None:
+            self._trace.layer(index, way)
 
     def output_unused(self, index: int) -> bool:
         """Whether nobody reads the layer's output: the last layer, where only the prompt's state is wanted."""
@@ -201,9 +218,10 @@ class ForwardPass:
         assert self._forward is not None, "the pass is not open"
         return self._forward
 
-    def backward_stream(self) -> PageStream:
-        """The backward's stream, opened when first asked for."""
+    def backward_stream(self, layer: int) -> PageStream:
+        """The backward's stream, opened when first asked for; `layer` is who asks."""
+        self._layer_begins(layer, "backward")
         if self._backward is None:
             assert self.state is not None and self._forward is not None, "the pass is not open"
-            self._backward = self.state.stream(self.schedule(backward=True))
+            self._backward = self.state.stream(self.schedule(backward=True), self._tracer)
         return self._backward

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
+
 from longstraw.errors import CapacityError
 from longstraw.pagers.staging import StagingPool
 from longstraw.pagers.stream import PageStream, Request
+from longstraw.pagers.trace import Tracer
 from longstraw.resident.lease import Access
 from longstraw.resident.state import StateKind
 from longstraw.resident.store import PageStore, Segment
@@ -101,10 +104,20 @@ class PromptState:
         """Whether some gradient that reached the state has yet to go back through the prompt."""
         return self.gradients_started and bool(self._gradients)
 
-    def stream(self, schedule: Sequence[Request]) -> PageStream:
+    @property
+    def device(self) -> torch.device:
+        """Where rows are brought to."""
+        return self._staging.device
+
+    def stream(self, schedule: Sequence[Request], tracer: Tracer | None = None) -> PageStream:
         """A look-ahead stream over the announced requests."""
         return PageStream(
-            self._store, schedule, lookahead=self._lookahead, device=self._staging.device, staging=self._staging
+            self._store,
+            schedule,
+            lookahead=self._lookahead,
+            device=self.device,
+            staging=self._staging,
+            tracer=tracer,
         )
 
     # Token states

@@ -93,7 +93,7 @@ class Transaction:
             self._reset()
         self._require("entering the transaction", TransactionState.OPEN)
         self.report = Report(gradient="exact" if self._exact else "detached", prompt_tokens=len(self._prompt))
-        self._engine.begin_peak()
+        self._engine.begin_report(self.report)
         self._engine.enter()
         try:
             with self.report.phase("capture", self._engine.device):
@@ -119,6 +119,7 @@ class Transaction:
         except BaseException as failure:
             self._fail(failure)
             raise
+        self._engine.end_report(self.report)
         self._engine.leave(None)
 
     def score(self, responses: Sequence[Tensor]) -> list[Tensor]:
@@ -417,7 +418,6 @@ class Transaction:
         own = self._ledger.begun and not self._engine.lockstep.collective
         self._engine.deliver(self._ledger.take() if own else {})
         self._state.release()
-        self.report.peak_device_bytes = self._engine.peak()
         drift = self._drift.result()
         if drift is not None:
             self.report.drift_mean, self.report.drift_max = drift
@@ -454,6 +454,7 @@ class Transaction:
             head=head,
             checkpoint=checkpoint,
             row_tokens=self._row_tokens or len(self._prompt),
+            tracer=self._engine.tracer,
         )
 
     def _lane_size(self, branches: list[Tensor]) -> GraphSize:

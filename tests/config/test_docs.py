@@ -15,6 +15,8 @@ from longstraw.config.problems import NOT_IN_THIS_VERSION
 TEXT = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| `([a-z_.\[\]]+)` \| .*? \| (.*?) \| ", TEXT, flags=re.MULTILINE))
 
+REQUIRED = "required"
+
 
 def defaults() -> dict[str, object]:
     """Each key's path with its default."""
@@ -26,7 +28,7 @@ def defaults() -> dict[str, object]:
         elif name == "tiers":
             for tier in (DeviceTier, HostTier, NvmeTier):
                 for key, tier_field in tier.model_fields.items():
-                    found[f"tiers[].{key}"] = None if key in ("kind", "path") else tier_field.default
+                    found[f"tiers[].{key}"] = REQUIRED if key in ("kind", "path") else tier_field.default
         else:
             found[name] = field.default
     return found
@@ -38,7 +40,7 @@ def test_every_key_is_explained_and_no_other() -> None:
 
 @pytest.mark.parametrize(("key", "default"), sorted(defaults().items(), key=lambda item: item[0]))
 def test_defaults_agree(key: str, default: object) -> None:
-    if default is None:
+    if default is REQUIRED:
         assert ROWS[key].startswith("required")
     else:
         written = yaml.safe_load(ROWS[key].strip("`"))
