@@ -14,6 +14,7 @@ from longstraw.cli.demo import demo
 from longstraw.cli.doctor import doctor
 from longstraw.cli.plan import plan
 from longstraw.cli.probe import probe
+from longstraw.cli.report import report
 from longstraw.cli.stress import stress
 from longstraw.cli.verify import verify
 from longstraw.errors import LongstrawError
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(plan)
+app.command()(report)
 app.command()(verify)
 app.command()(doctor)
 app.command()(probe)

@@ -91,8 +91,8 @@ def _notes(plan: Plan, gpus: int, lora: int | None) -> list[str]:
     kinds = {work.kind for work in plan.blueprint.work} - {"attention"}
     if kinds:
         notes.append(
-            f"time: layers of kind {', '.join(sorted(kinds))} are planned at a general rate ({plan.machine.tiled:.3g} "
-            "operations/s for latents and recurrences) that no measured step has confirmed; give --rates from your own"
+            f"time: for layers of kind {', '.join(sorted(kinds))} the rates come from few measurements; give your own "
+            "with --rates where it matters"
         )
     if plan.blueprint.profile.hidden_dtype.itemsize > 2:
         notes.append("time: rates are those of half precision; wider types are slower")
@@ -143,10 +143,12 @@ def _device_table(plan: Plan) -> Table:
     rows = {
         "weights": memory.weights,
         "gradient sums of parameters": memory.gradients,
+        "a gradient on its way": memory.arriving,
+        "the LM head's gradient": memory.head,
         "pages": memory.pages,
         "live graph of a lane": memory.lane,
         "live graph of a chunk (not beside a lane's)": memory.chunk,
-        "attention workspace": memory.workspace,
+        "workspace of a layer": max(memory.lane_workspace, memory.chunk_workspace),
         "block of logits": memory.logits,
         "staging slots": memory.staging,
     }
@@ -154,7 +156,7 @@ def _device_table(plan: Plan) -> Table:
         if count:
             table.add_row(name, approximate_bytes(count))
     table.add_section()
-    table.add_row("peak", approximate_bytes(memory.total))
+    table.add_row("peak (what is there together)", approximate_bytes(memory.total))
     table.add_row("usable", approximate_bytes(machine.device_bytes - machine.context_bytes))
     return table
 

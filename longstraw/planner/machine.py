@@ -24,7 +24,8 @@ class Machine:
         disk_bytes: that are free on the disk of the nvme tiers.
         matrix: matrix products in half precision.
         attention_forward, attention_backward: the fused attention, by head dim. In between, the nearest one counts.
-        tiled: attention of latents and selected rows, and recurrences, which run in other kernels.
+        latent_forward, latent_backward: attention of latents, whole or selected, and the index that selects.
+        recurrent: recurrences, by the torch rule.
         memory: device memory, both ways together.
         h2d, d2h, both: the link, each way alone, and both ways at once.
         disk_read, disk_write: the disk.
@@ -39,7 +40,9 @@ class Machine:
     matrix: float = 650e12
     attention_forward: dict[int, float] = field(default_factory=lambda: {64: 600e12, 128: 650e12, 256: 660e12})
     attention_backward: dict[int, float] = field(default_factory=lambda: {64: 450e12, 128: 550e12, 256: 400e12})
-    tiled: float = 200e12
+    latent_forward: float = 45e12
+    latent_backward: float = 150e12
+    recurrent: float = 2.5e12
     memory: float = 3.6e12
     h2d: float = 55e9
     d2h: float = 55e9

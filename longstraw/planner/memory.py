@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from longstraw.config import Config
@@ -11,34 +12,48 @@ from longstraw.resident.state import DTYPE_BYTES
 from longstraw.runtime.prompt_state import PromptState, output_specs, token_specs
 from longstraw.runtime.sizing import GraphSize, block_rows, graph_bytes, logits_bytes, workspace_bytes
 
+# Layers' graphs that are freed when the first workspace is needed: a lane's backward comes to the last layer's mixing
+# after its MLP; a chunk's skips the last layer's mixing. Fitted to measured peaks (tests/planner/test_measured.py).
+_FREED_LANE, _FREED_CHUNK = 0.5, 2.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """Bytes on the device. A lane's graph and a chunk's are never there together.
+    """Bytes on the device, and when they are there together.
 
     Attributes:
         weights: of the model, adapters included.
-        gradients: sums over passes, and the one gradient on its way into them.
+        gradients: sums over passes, from the first lane's backward on.
+        arriving: the largest gradient, on its way into its sum.
+        head: the LM head's own gradient while it is summed over blocks, where it is trained.
         pages: prompt state that a device tier holds.
         lane, chunk: live graph of the widest lane, and of a chunk of the sweep (0 without one).
-        workspace: of one layer's attention, for that lane or chunk.
+        lane_workspace, chunk_workspace: of a layer's mixing of tokens, beyond what its backward has freed by then.
         logits: one block, beside a lane.
         staging: slots that pages pass through.
+        one_lane: whether there is no second lane, which would meet the first one's gradients.
     """
 
     weights: int
     gradients: int
+    arriving: int
+    head: int
     pages: int
     lane: int
     chunk: int
-    workspace: int
+    lane_workspace: int
+    chunk_workspace: int
     logits: int
     staging: int
+    one_lane: bool
 
     @property
     def beyond_weights(self) -> int:
         """The peak, without the weights."""
-        return self.gradients + self.pages + max(self.lane + self.logits, self.chunk) + self.workspace + self.staging
+        before = 0 if self.one_lane else self.gradients
+        replay = before + self.lane + max(self.logits + self.head, self.lane_workspace)
+        sweep = self.gradients + self.arriving + self.chunk + self.chunk_workspace
+        return max(replay, sweep) + self.pages + self.staging
 
     @property
     def total(self) -> int:
@@ -55,24 +70,31 @@ def device_memory(
     config: Config,
     *,
     lane: GraphSize,
-    lane_tokens: int,
+    lane_tokens: Sequence[int],
     chunk: GraphSize,
     state: PromptState,
     rows: int,
     device_pages: int,
 ) -> DeviceMemory:
-    """Memory of a step whose widest lane has `lane_tokens`, on a prompt of `rows` rows cut as `chunk` says."""
+    """Memory of a step with lanes of `lane_tokens`, on a prompt of `rows` rows cut as `chunk` says."""
     profile, exact = blueprint.profile, config.gradient.prompt == "exact"
     swept = min(chunk.tokens, rows) if exact else 0
+    widest = max(lane_tokens)
+    graphs = widest * graph_bytes(profile, lane.checkpoint), swept * graph_bytes(profile, chunk.checkpoint)
+    layer = profile.graph_bytes / max(len(profile.layers), 1)
     return DeviceMemory(
         weights=blueprint.weight_bytes,
-        gradients=gradient_sums(blueprint, config) + blueprint.largest_gradient,
+        gradients=gradient_sums(blueprint, config),
+        arriving=blueprint.largest_gradient,
+        head=blueprint.head * (4 + blueprint.element) if blueprint.head_trained else 0,
         pages=device_pages,
-        lane=lane_tokens * graph_bytes(profile, lane.checkpoint),
-        chunk=swept * graph_bytes(profile, chunk.checkpoint),
-        workspace=max(lane_tokens, swept) * workspace_bytes(profile),
-        logits=logits_bytes(profile, min(config.replay.logit_block_tokens, lane_tokens)),
+        lane=graphs[0],
+        chunk=graphs[1],
+        lane_workspace=int(widest * max(workspace_bytes(profile) - _FREED_LANE * layer, 0)),
+        chunk_workspace=int(swept * max(workspace_bytes(profile) - _FREED_CHUNK * layer, 0)),
+        logits=logits_bytes(profile, min(config.replay.logit_block_tokens, widest)),
         staging=_staging(blueprint, config, state, rows, swept),
+        one_lane=len(lane_tokens) == 1,
     )
 
 

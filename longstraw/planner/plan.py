@@ -140,7 +140,7 @@ def make_plan(
         blueprint,
         config,
         lane=lane,
-        lane_tokens=max(map(sum, lanes)),
+        lane_tokens=[sum(lengths) for lengths in lanes],
         chunk=chunk,
         state=state,
         rows=rows,

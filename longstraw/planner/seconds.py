@@ -90,15 +90,22 @@ class Costs:
         return operations, seconds
 
     def _layer(self, work: LayerWork, lengths: Sequence[int], prefix: int, backward: bool) -> tuple[float, float]:
-        machine = self._machine
         pairs = sum(visible(length, prefix, work.sees) for length in lengths)
-        fused = work.kind in ("attention", "window")
+        rate = self._rate(work, backward)
         if backward:
-            rate = machine.attention_rate(machine.attention_backward, work.head_dim) if fused else machine.tiled
             return _ATTENTION_BACKWARD * work.pair * pairs + 2.0 * work.token * sum(lengths), rate
-        rate = machine.attention_rate(machine.attention_forward, work.head_dim) if fused else machine.tiled
         scanned = sum(visible(length, prefix, None) for length in lengths) if work.scan else 0.0
         return work.pair * pairs + work.scan * scanned + work.token * sum(lengths), rate
+
+    def _rate(self, work: LayerWork, backward: bool) -> float:
+        machine = self._machine
+        if work.kind == "recurrent":
+            return machine.recurrent
+        if work.kind in ("latent", "sparse latent"):
+            return machine.latent_backward if backward else machine.latent_forward
+        return machine.attention_rate(
+            machine.attention_backward if backward else machine.attention_forward, work.head_dim
+        )
 
 
 def visible(length: int, prefix: int, sees: int | None) -> float:

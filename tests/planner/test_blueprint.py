@@ -29,6 +29,7 @@ TINY: dict[str, Callable[[], Any]] = {
     "gemma2": lambda: windowed_models.windowed_model("gemma2").float(),
     "gpt_oss": lambda: windowed_models.windowed_model("gpt_oss").float(),
     "deepseek_v3": lambda: latent_models.tiny("deepseek_v3").float(),
+    "kimi_linear": lambda: delta_models.build("kimi_linear", dtype=torch.bfloat16, moe_intermediate_size=16),
     "glm_moe_dsa": lambda: latent_models.tiny("glm_moe_dsa").float(),
 }
 
