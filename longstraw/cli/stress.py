@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def stress(
     seconds: Annotated[float, typer.Option(help="How long to go on.")] = 60.0,
+    steps: Annotated[int | None, typer.Option(help="The most steps.", show_default="as many as fit", min=1)] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; of several ranks each has a GPU.")] = "cpu",
     scratch: Annotated[Path | None, typer.Option(help="Folder of the nvme tier.", show_default="temporary")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the model, groups, settings and faults.")] = 0,
@@ -49,6 +50,7 @@ def stress(
     where = parse_device(f"cuda:{local}" if device == "cuda" and local is not None else device)
     options = StressOptions(
         seconds=seconds,
+        steps=steps,
         seed=seed,
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,

@@ -30,9 +30,9 @@ class Checksums:
             self._known[index] = 1
 
     def forget(self, start: int, stop: int) -> None:
-        """Bytes [start, stop) of the file, whole units, are what nobody knows."""
+        """Bytes [start, stop) of the file, whole units (none if stop is not above start), are what nobody knows."""
         first, last = start // self.unit, stop // self.unit
-        self._known[first:last] = bytes(last - first)
+        self._known[first:last] = bytes(max(last - first, 0))
 
     def first_wrong(self, data: memoryview, offset: int) -> int | None:
         """The file's offset of the first unit in `data` that is not what was written, or None."""

@@ -75,6 +75,13 @@ class ExtentAllocator:
         self._insert(start, start + nbytes)
         self.used -= nbytes
 
+    def hole_at(self, start: int) -> tuple[int, int]:
+        """The whole free range [start, stop) that byte `start`, which is free, lies in."""
+        at = bisect_left(self._free, (start + 1, 0)) - 1
+        low, high = self._free[at]
+        assert low <= start < high, start
+        return low, high
+
     def _insert(self, start: int, stop: int) -> None:
         at = bisect_left(self._free, (start, stop))
         assert at == len(self._free) or stop <= self._free[at][0], f"bytes {start}:{stop} are free already"

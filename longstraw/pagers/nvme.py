@@ -112,6 +112,9 @@ class NvmePager:
         return self._extents.largest_free()
 
     def allocate(self, nbytes: int) -> Extent:
+        if self.used == 0:
+            # Not before: what was cut off would come back as zeros, for which there may be no checksum.
+            self._file.mend()
         offset = self._extents.allocate(nbytes)
         if offset is None:
             self._grow(nbytes - self._extents.free_tail())
@@ -122,6 +125,10 @@ class NvmePager:
 
     def free(self, extent: Extent) -> None:
         self._extents.free(extent.offset, extent.nbytes)
+        if self._sums is not None:
+            # Units that are wholly free now: a bad one must not fail the next write that begins inside it.
+            low, high = self._extents.hole_at(extent.offset)
+            self._sums.forget(-(-low // self._unit) * self._unit, high // self._unit * self._unit)
 
     def view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor | None:
         return None

@@ -133,6 +133,12 @@ class SpoolFile:
         """Bytes that the file has now; fewer than `size` if someone cut it."""
         return os.fstat(self._buffered).st_size
 
+    def mend(self) -> None:
+        """Make a file that someone cut as long as it was, with zeros. Nothing that counts may be in it."""
+        if self.measure() < self.size:
+            size, self.size = self.size, self.measure()
+            self.grow(size)
+
     def read(self, into: memoryview, offset: int) -> None:
         """Fill `into` from `offset` on. Raises `OSError` if the file ends before."""
         self._whole(os.preadv, into, offset, "read")

@@ -68,8 +68,8 @@ class _Run:
         while not self.result.problems:
             with self._era(make_settings(self.options, era, budgets)) as runtime:
                 for _ in range(STEPS_OF_AN_ERA):
-                    over = time.monotonic() - began >= self.options.seconds
-                    if self.together.first(over) or any(self.together.gather(bool(self.result.problems))):
+                    over = self.together.first(self._over(began, step))
+                    if over or any(self.together.gather(bool(self.result.problems))):
                         break
                     self._step(runtime, step)
                     step += 1
@@ -77,7 +77,7 @@ class _Run:
                     self.result.seconds = time.monotonic() - began
                     self.watch(self.result)
             era += 1
-            if self.together.first(time.monotonic() - began >= self.options.seconds):
+            if self.together.first(self._over(began, step)):
                 break
             if any(self.together.gather(bool(self.result.problems))):
                 break
@@ -85,6 +85,10 @@ class _Run:
         self._check_scratch()
         self.result.seconds = time.monotonic() - began
         return self.result
+
+    def _over(self, began: float, step: int) -> bool:
+        limit = self.options.steps
+        return time.monotonic() - began >= self.options.seconds or (limit is not None and step >= limit)
 
     # Budgets
 

@@ -15,6 +15,7 @@ class StressOptions:
 
     Attributes:
         seconds: how long to go on; the step that is running then is finished.
+        steps: the most steps, or None for as many as there is time for.
         seed: of the model, the groups, the settings and the faults.
         prompt_tokens, response_tokens, group: the most of each that a group has.
         layers, hidden_size: the random model's.
@@ -26,6 +27,7 @@ class StressOptions:
     """
 
     seconds: float = 60.0
+    steps: int | None = None
     seed: int = 0
     prompt_tokens: int = 192
     response_tokens: int = 24

@@ -64,3 +64,15 @@ def test_double_free_asserts() -> None:
     extents.free(held, 2 * UNIT)
     with pytest.raises(AssertionError, match="free already"):
         extents.free(held, 2 * UNIT)
+
+
+def test_the_hole_around_a_freed_range() -> None:
+    extents = ExtentAllocator()
+    extents.add_region(6 * UNIT)
+    held = [extents.allocate(UNIT) for _ in range(5)]
+    extents.free(held[1] or 0, UNIT)
+    assert extents.hole_at(held[1] or 0) == (UNIT, 2 * UNIT)
+    extents.free(held[2] or 0, UNIT)
+    assert extents.hole_at(held[2] or 0) == extents.hole_at(held[1] or 0) == (UNIT, 3 * UNIT)
+    extents.free(held[4] or 0, UNIT)
+    assert extents.hole_at(held[4] or 0) == (4 * UNIT, 6 * UNIT)

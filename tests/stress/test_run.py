@@ -1,0 +1,152 @@
+"""The stress run: passes here, puts faults in, and finds each kind of thing that it is there to find."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longstraw.errors import ConfigError
+from longstraw.pagers import HostPager
+from longstraw.pagers.checksums import Checksums
+from longstraw.resident import PageStore
+from longstraw.runtime.ledger import GradientLedger
+from longstraw.stress import Fault, StressOptions, loop, run_stress
+from longstraw.stress.faults import UserError
+
+CPU = torch.device("cpu")
+
+
+def options(path: Path, **changes: Any) -> StressOptions:
+    given: dict[str, Any] = {"seconds": 120, "steps": 8, "scratch": path}
+    given |= {"prompt_tokens": 96, "response_tokens": 10, "group": 3}
+    return StressOptions(**(given | changes))
+
+
+@pytest.mark.stress
+def test_passes(tmp_path: Path) -> None:
+    result = run_stress(options(tmp_path, steps=14, seed=3), CPU)
+    assert result.problems == []
+    assert result.steps > 5
+    assert result.compared > 0
+    assert result.worst_error < result.tolerance
+    assert sum(result.faults.values()) > 0
+    assert result.read["nvme"] > 0
+    assert result.disk_written > 0
+    assert list(tmp_path.iterdir()) == []
+    json.dumps(result.to_dict())
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("fault", list(Fault))
+def test_every_fault_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    monkeypatch.setattr(loop, "Fault", [fault])
+    result = run_stress(options(tmp_path, fault_rate=1.0, parity_rate=0.5), CPU)
+    assert result.problems == []
+    assert result.steps > 0
+    if fault in (Fault.READ_ERROR, Fault.WRITE_ERROR, Fault.DISK_FULL, Fault.FLIPPED_BYTE):
+        assert result.failed_cleanly["PageLostError"] > 0
+    elif fault is Fault.USER_ERROR:
+        assert result.failed_cleanly["UserError"] > 0
+    elif fault in (Fault.SHORT_READ, Fault.SHORT_WRITE, Fault.SLOW_DISK):
+        assert result.failed_cleanly.keys() <= {"CapacityError"}
+        assert result.faults[fault.value] > 0
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, where: str) -> dict[str, Any]:
+    """Break one thing that the runtime promises; what the run is to be asked, if not the usual."""
+    if where == "leaked pages":
+        monkeypatch.setattr(PageStore, "release", lambda self, owner, force=False: None)
+    elif where == "leaked bytes":
+        monkeypatch.setattr(HostPager, "free", lambda self, extent: None)
+    elif where == "wrong bytes":
+        monkeypatch.setattr(Checksums, "first_wrong", lambda self, data, offset: None)
+        monkeypatch.setattr(loop, "Fault", [Fault.FLIPPED_BYTE])
+        return {"fault_rate": 1.0, "parity_rate": 1.0, "steps": 40}
+    elif where == "a touched gradient":
+        real = GradientLedger.rollback
+
+        def rollback(self: GradientLedger) -> None:
+            parameters = list(self._entry)
+            real(self)
+            if parameters:
+                parameters[0].grad = torch.ones_like(parameters[0])
+
+        monkeypatch.setattr(GradientLedger, "rollback", rollback)
+        monkeypatch.setattr(loop, "Fault", [Fault.USER_ERROR])
+        return {"fault_rate": 1.0}
+    return {}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("leaked pages", "pages are still reserved"),
+        ("leaked bytes", "bytes of tier host are still used"),
+        ("wrong bytes", "is off by"),
+        ("a touched gradient", "is not what it was before the step"),
+    ],
+)
+def test_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, words: str) -> None:
+    changes = broken(monkeypatch, where)
+    result = run_stress(options(tmp_path, **changes), CPU)
+    assert not result.passed
+    assert any(words in problem for problem in result.problems), result.problems
+
+
+def test_an_error_that_is_not_clear_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "CLEAR", ())
+    monkeypatch.setattr(loop, "Fault", [Fault.USER_ERROR])
+    with pytest.raises(UserError):
+        run_stress(options(tmp_path, fault_rate=1.0), CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seconds": 0}, "--seconds 0: use a time above 0"),
+        ({"fault_rate": 2}, "--fault-rate 2"),
+        ({"prompt_tokens": 3}, "--prompt-tokens 3 is too small; use 16"),
+        ({"hidden_size": 40}, "--hidden-size 40"),
+        ({"scratch": Path("/nowhere/at/all")}, "--scratch /nowhere/at/all is no directory"),
+    ],
+)
+def test_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        options(tmp_path, **change)
+
+
+@pytest.fixture
+def invoke() -> Callable[..., Any]:
+    from typer.testing import CliRunner
+
+    from longstraw.cli import app
+
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_command(tmp_path: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out.json"
+    arguments = ("stress", "--steps", 2, "--scratch", tmp_path, "--prompt-tokens", 32, "--layers", 2)
+    ended = invoke(*arguments, "--json", out, "--budgets", "64KiB,128KiB,16MiB")
+    assert ended.exit_code == 0, ended.output
+    assert "passed: nothing leaked, nothing wrong" in ended.output
+    assert json.loads(out.read_text())["passed"] is True
+    monkeypatch.setattr(HostPager, "free", lambda self, extent: None)
+    ended = invoke(*arguments)
+    assert ended.exit_code == 1
+    assert "PROBLEM" in ended.output
+
+
+@pytest.mark.stress
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path) -> None:
+    given = options(tmp_path, steps=20, hidden_size=256, prompt_tokens=4000, response_tokens=200, parity_tokens=1000)
+    result = run_stress(given, torch.device("cuda", 0))
+    assert result.problems == []
+    assert result.compared > 0
