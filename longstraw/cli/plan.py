@@ -35,7 +35,11 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Of weights and activations: bfloat16, float16, float32.")] = "bfloat16",
     rates: Annotated[
         Path | None,
-        typer.Option(help="JSON of the machine's rates and sizes, over those of an H200.", exists=True, dir_okay=False),
+        typer.Option(
+            help="JSON of rates and sizes over those of an H200, or a record of `longstraw probe`.",
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:

@@ -58,7 +58,7 @@ class Machine:
 
     @classmethod
     def load(cls, path: Path) -> Machine:
-        """The defaults with the figures of a JSON object on top.
+        """The defaults with the figures of a JSON object on top, or with those of a record of `longstraw probe`.
 
         Raises ConfigError for what is no such object, an unknown key, or a figure that is not above 0.
         """
@@ -68,8 +68,24 @@ class Machine:
             raise ConfigError(f"{path}: no JSON that can be read ({error})") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: expected a JSON object of rates, got a {type(values).__name__}")
+        if "links" in values and "disks" in values:
+            values = _probed(values)
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{key: _checked(path, key, value, known) for key, value in values.items()})
+
+
+def _probed(record: dict[str, Any]) -> dict[str, Any]:
+    """The rates in a record of `longstraw probe`: its first GPU alone, and the fastest engine of its first disk."""
+    rates: dict[str, Any] = {"name": f"{record['machine']}, probed {record['date']}"}
+    alone = [link for link in record["links"] if len(link["devices"]) == 1]
+    if alone:
+        rates |= {"h2d": alone[0]["to_device"], "d2h": alone[0]["from_device"], "both": alone[0]["both"]}
+    disk: dict[str, Any] = next(iter(record["disks"].values()), {"engines": {}})
+    engines = list(disk["engines"].values())
+    if engines:
+        best = max(engines, key=lambda engine: float(min(engine["read"], engine["write"])))
+        rates |= {"disk_read": best["read"], "disk_write": best["write"]}
+    return rates
 
 
 def _checked(path: Path, key: str, value: Any, known: set[str]) -> Any:
