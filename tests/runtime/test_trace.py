@@ -193,3 +193,26 @@ def test_the_report_knows_each_pass(tmp_path: Path) -> None:
     assert times == sorted(times)
     report.save(tmp_path / "run.json")
     assert json.loads((tmp_path / "run.json").read_text()) == report.to_dict()
+
+
+class _Clock:
+    """A pretend CUDA event at a millisecond of the device's clock."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def elapsed_time(self, other: _Clock) -> float:
+        return other.at - self.at
+
+
+def test_streams_times_are_told_on_the_hosts_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    recorder = Recorder(tmp_path / "trace.json", torch.device("cuda"))
+    recorder._anchor = (_Clock(1000.0), 2.0)  # type: ignore[assignment]
+    recorder.waited(_Clock(1500.0), _Clock(1750.0), Track.STALL, "wait for host")  # type: ignore[arg-type]
+    # A failed transaction's spans lie before the next one's reading of the clocks.
+    recorder.waited(_Clock(500.0), _Clock(501.0), Track.STALL, "wait for nvme")  # type: ignore[arg-type]
+    recorder.finish()
+    late, early = spans(tmp_path / "trace.json")["stalls"]
+    assert (late["ts"], late["dur"]) == pytest.approx((2.5e6, 0.25e6))
+    assert (early["ts"], early["dur"]) == pytest.approx((1.5e6, 1e3))
