@@ -48,6 +48,7 @@ class Runtime:
         self.config = Config.load(config, **overrides)
         adapted = adapt(model, accelerator, self.config)
         self._engine = Engine(adapted, self.config, progress=terminal_progress)
+        self._references: dict[nn.Module, Engine] = {}
 
     def transaction(self, prompt_ids: Tensor, *, row_tokens: int | None = None) -> Transaction:
         """A transaction on one prompt; entering it captures.
@@ -89,19 +90,29 @@ class Runtime:
         """
         engine = self._engine
         if model is not None:
-            adapted = adapt(model, None, self.config)
-            if adapted.device != engine.device:
-                raise ConfigError(
-                    f"model: the reference model is on {adapted.device}, the trained one on {engine.device}; "
-                    "move it there, or score with a Runtime of its own"
-                )
-            engine = Engine(adapted, self.config, store=engine.store)
+            engine = self._reference_engine(model)
         policy = engine.adapter.reference() if adapter is None else nullcontext()
         # The transaction is made within the reference policy: its profile is that policy's.
         with policy, engine.transaction(
             prompt_ids, row_tokens, score_only=True, reference=adapter is None
         ) as transaction:  # fmt: skip
             return transaction.score(responses)
+
+    def _reference_engine(self, model: nn.Module) -> Engine:
+        """An engine on the trained model's pages. That of a sharded model is kept: it has groups of processes."""
+        if model in self._references:
+            return self._references[model]
+        own = self._engine
+        adapted = adapt(model, None, self.config)
+        if adapted.device != own.device:
+            raise ConfigError(
+                f"model: the reference model is on {adapted.device}, the trained one on {own.device}; "
+                "move it there, or score with a Runtime of its own"
+            )
+        engine = Engine(adapted, self.config, store=own.store)
+        if adapted.sharding.ranks is not None:
+            self._references[model] = engine
+        return engine
 
     def describe(self) -> str:
         """How gradients are reduced and what that costs, the tiers with their budgets in bytes, and every setting."""

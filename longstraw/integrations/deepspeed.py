@@ -59,7 +59,8 @@ class DeepSpeedSharding(PlainSharding):
         if engine.gradient_accumulation_steps() != 1:
             raise ConfigError(
                 f"gradient_accumulation_steps: {engine.gradient_accumulation_steps()} in DeepSpeed's config: ZeRO "
-                "keeps the gradient of one accumulate() only; set it to 1 and put all groups of a step inside accumulate()"
+                "keeps the gradient of one accumulate() only; set it to 1 and put all groups of a step inside "
+                "accumulate()"
             )
         self.name = f"ZeRO-{self._stage}"
         self.lockstep = self._stage == 3
@@ -103,7 +104,8 @@ class DeepSpeedSharding(PlainSharding):
         out.backward(gradient)  # type: ignore[no-untyped-call]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        return self._engine.scale(loss)  # type: ignore[no-any-return]
+        # A loss without a graph is refused by the lane, and with a better word.
+        return self._engine.scale(loss) if loss.requires_grad else loss
 
     @torch.no_grad()
     def finalize(self, sums: Mapping[nn.Parameter, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,7 @@ class Fsdp2Sharding(PlainSharding):
                 "fully_shard was applied to parts of the model, but not to the model itself, whose hooks tie them "
                 "together; call fully_shard(model) last"
             )
+        _refuse_torn_embeddings(model)
         self._reshard()
         self._sharded = dict(model.named_parameters())
         self.ranks = Ranks(_members(self._sharded))
@@ -180,6 +182,21 @@ def _add_shard(parameter: nn.Parameter, shard: Tensor) -> None:
         assert isinstance(parameter.grad, DTensor)
         local = parameter.grad.to_local()
         local.copy_(shard.to(local.device).add_(local))
+
+
+def _refuse_torn_embeddings(model: nn.Module) -> None:
+    """Tied embeddings in two units become two parameters, without a word from torch before 2.13."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    tied = getattr(getattr(base, "config", None), "tie_word_embeddings", False)
+    if not tied or not hasattr(base, "get_output_embeddings"):
+        return
+    head = base.get_output_embeddings()
+    if head is not None and head.weight is not base.get_input_embeddings().weight:
+        raise UnsupportedModelError(
+            f"{type(base).__name__}: config.tie_word_embeddings is true, but fully_shard made two parameters of the "
+            "embedding and the head; put both into one unit, fully_shard([embed_tokens, lm_head]), or leave both to "
+            "the root, or set tie_word_embeddings to false"
+        )
 
 
 def _members(parameters: Mapping[str, nn.Parameter]) -> list[int]:

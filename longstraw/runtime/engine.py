@@ -54,7 +54,6 @@ class Engine:
         self.tracer = build_tracer(config, self.store, self.device, self.sharding.ranks) if store is None else None
         self._peak = DevicePeak(self.device)
         self.progress: Progress = progress if progress is not None else lambda phase, chunks: chunks
-        self._free_bytes: int | None = None
         self._lane_limit: int | None = None
         self._chunk_limit: int | None = None
         self._sums = GradientSums()
@@ -130,11 +129,17 @@ class Engine:
 
     def enter(self) -> None:
         """A step begins, or a transaction within one."""
-        if self.lockstep.enter():
+        if not self.lockstep.enter():
+            return
+        try:
             self.sharding.begin_step()
             if self.lockstep.collective:
                 # The model's short run is a pass too; here every rank makes it.
-                self.adapter.profile()
+                with self.lockstep.half():
+                    self.adapter.profile()
+        except BaseException as error:
+            self.leave(error)
+            raise
 
     def leave(self, error: BaseException | None) -> None:
         """What `enter` began is over, with or without an error; all ranks of a failed step fail together."""
@@ -196,13 +201,13 @@ class Engine:
             return profile
         return self.adapter.profile()
 
-    def lane_size(self, profile: ModelProfile, lengths: Sequence[int]) -> GraphSize:
+    def lane_size(self, profile: ModelProfile, lengths: Sequence[int], free: int) -> GraphSize:
         """Lane width and checkpointing for branches of these lengths."""
         replay = self.config.replay
         size = size_lane(
             profile,
             lengths,
-            free=self._planning_bytes(),
+            free=free,
             device=self.device,
             lane_tokens=replay.lane_tokens,
             checkpoint=replay.checkpoint,
@@ -212,12 +217,12 @@ class Engine:
             return GraphSize(tokens=self._lane_limit, checkpoint=size.checkpoint)
         return size
 
-    def chunk_size(self, profile: ModelProfile, rows: int) -> GraphSize:
+    def chunk_size(self, profile: ModelProfile, rows: int, free: int) -> GraphSize:
         """Prompt tokens a chunk, and checkpointing in the sweep."""
         size = size_chunk(
             profile,
             rows,
-            free=self._planning_bytes(),
+            free=free,
             device=self.device,
             chunk_tokens=self.config.capture.chunk_tokens,
             checkpoint=self.config.replay.checkpoint,
@@ -234,13 +239,10 @@ class Engine:
         """Memory ran out on a chunk: keep to this length from now on."""
         self._chunk_limit = tokens if self._chunk_limit is None else min(tokens, self._chunk_limit)
 
-    def _planning_bytes(self) -> int:
-        # Sizes must not change between scoring and replay, or the two would round differently: what is free is read
-        # once, before the first graph is built, and out-of-memory retries correct it downwards.
-        if self._free_bytes is None:
-            # The sums of parameters' gradients are not there yet, and will stay beside every graph.
-            self._free_bytes = max(free_device_bytes(self.device) - self.sharding.gradient_bytes(), 0)
-        return self._free_bytes
+    def free_bytes(self) -> int:
+        """Bytes that live graphs of a transaction can plan with, as it begins."""
+        # The sums of parameters' gradients are not there yet, and will stay beside every graph.
+        return max(free_device_bytes(self.device) - self.sharding.gradient_bytes(), 0)
 
     def begin_report(self, report: Report) -> None:
         """A transaction begins: start measuring the peak of device memory, and tracing."""
@@ -250,14 +252,12 @@ class Engine:
         report.watch(self.tracer, self._peak.lap)
         report.sharding, report.reduce = self.sharding.name, self.sharding.reduce
         report.gradient_bytes = self.sharding.gradient_bytes()
-        # What ranks did for one another before this transaction is not its own.
-        report.empty_passes = -self.lockstep.empty_passes
-        report.rank_wait_seconds = -self.lockstep.waited_seconds
+        self._counted = self.lockstep.empty_passes, self.lockstep.waited_seconds
 
     def end_report(self, report: Report) -> None:
         """A transaction is over, well or not."""
         report.peak_device_bytes = self._peak.highest()
-        report.empty_passes += self.lockstep.empty_passes
-        report.rank_wait_seconds += self.lockstep.waited_seconds
+        report.empty_passes = self.lockstep.empty_passes - self._counted[0]
+        report.rank_wait_seconds = self.lockstep.waited_seconds - self._counted[1]
         if self.tracer is not None:
             self.tracer.finish()

@@ -11,7 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longstraw import Runtime
-from longstraw.errors import ConfigError, RankFailedError, TransactionStateError
+from longstraw.errors import (
+    ConfigError,
+    RankFailedError,
+    StaleWeightsError,
+    TransactionStateError,
+    UnsupportedModelError,
+)
 from tests.distributed.pool import Pool
 from tests.distributed.steps import build_kind, compare_training, groups_of, paged_groups, relative
 from tests.distributed.wraps import ddp, fsdp2
@@ -167,6 +173,61 @@ def test_the_report_says_what_it_costs(two: Pool) -> None:
 
 def test_reference_policy_of_adapters(two: Pool) -> None:
     assert two.run(reference_scores) == [True, True]
+
+
+def stale(rank: int, world: int, wrap: Any) -> str:
+    held = wrap(build_kind("qwen3"))
+    runtime = Runtime(held.model, SMALL)
+    group = make_group(20, (3,))
+    paged_groups(runtime, [group])
+    try:
+        with runtime.transaction(group.prompt) as txn:
+            held.step()
+            replay_group(txn, group)
+    except (StaleWeightsError, RankFailedError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("wrap", [ddp, fsdp2])
+def test_a_step_between_capture_and_replay(two: Pool, wrap: Any) -> None:
+    assert all("1 optimizer step(s) since the prompt was captured" in text for text in two.run(stale, wrap))
+
+
+def sharded_reference(rank: int, world: int) -> bool:
+    """A reference policy that is a sharded model of its own, scored by every rank, twice."""
+    plain = build_kind("qwen3", seed=5)
+    reference = fsdp2(copy.deepcopy(plain)).model
+    held = fsdp2(build_kind("qwen3"))
+    runtime = Runtime(held.model, SMALL)
+    group = make_group((61, 20)[rank], (7, 1, 12, 5), seed=3)
+    with runtime.accumulate():
+        for _ in range(2):
+            found = runtime.score(group.prompt, group.responses, model=reference)
+        with runtime.transaction(group.prompt) as txn:
+            replay_group(txn, group)
+    for response, logprobs in zip(group.responses, found, strict=True):
+        torch.testing.assert_close(logprobs, plain_logprobs(plain, group.prompt, response)[0].detach())
+    return True
+
+
+def test_a_sharded_reference_policy(two: Pool) -> None:
+    assert two.run(sharded_reference) == [True, True]
+
+
+def torn(rank: int, world: int) -> str:
+    model = build_kind("qwen3", tie_word_embeddings=True)
+    held = fsdp2(model)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    try:
+        Runtime(held.model, SMALL)
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
+
+
+def test_tied_embeddings_in_two_units_are_refused(two: Pool) -> None:
+    assert all("tie_word_embeddings" in text for text in two.run(torn))
 
 
 def refusals(rank: int, world: int) -> list[str]:

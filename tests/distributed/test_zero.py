@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from longstraw import Runtime
-from longstraw.errors import StaleWeightsError, TransactionStateError
+from longstraw.errors import (
+    ConfigError,
+    RankFailedError,
+    StaleWeightsError,
+    TransactionStateError,
+    UnsupportedModelError,
+)
 from tests.distributed.pool import Pool
 from tests.distributed.steps import KINDS, build_kind, compare_training, groups_of, paged_groups
 from tests.distributed.test_lockstep import ONE_IDLE, reference_scores
@@ -63,13 +71,13 @@ def step_without_stepping(rank: int, world: int, stage: int) -> list[str]:
     paged_groups(runtime, mine)
     try:
         paged_groups(runtime, mine or [group])
-    except TransactionStateError as error:
+    except (TransactionStateError, RankFailedError) as error:
         found.append(str(error))
     try:
         with runtime.transaction(group.prompt) as txn:
             held.step()
             txn.score(group.responses)
-    except StaleWeightsError as error:
+    except (StaleWeightsError, RankFailedError) as error:
         found.append(str(error))
     return found
 
@@ -102,3 +110,26 @@ def bf16_sums(rank: int, world: int, stage: int) -> float:
 @STAGES
 def test_bfloat16_weights(two: Pool, stage: int) -> None:
     assert max(two.run(bf16_sums, stage)) < 0.05
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    found = []
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"stage": 0}, "deferred"),
+        ({"stage": 2, "accumulated": 2}, "deferred"),
+        ({"stage": 3}, "each_pass"),
+    ]
+    for options, reduce in cases:
+        held = zero(build_kind("qwen3"), **options)
+        try:
+            Runtime(held.model, SMALL | {"gradient": {"reduce": reduce}})
+        except (UnsupportedModelError, ConfigError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_refused(two: Pool) -> None:
+    for found in two.run(refusals):
+        assert "zero_optimization.stage to 1, 2 or 3" in found[0]
+        assert "gradient_accumulation_steps: 2" in found[1]
+        assert "each_pass would be ignored" in found[2]

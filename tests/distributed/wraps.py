@@ -53,7 +53,9 @@ def fsdp2_offloaded(model: Any) -> Held:
     return fsdp2(model, offload=CPUOffloadPolicy(pin_memory=False))
 
 
-def zero(model: nn.Module, *, stage: int, bf16: bool = False, offload: tuple[str, ...] = ()) -> Held:
+def zero(
+    model: nn.Module, *, stage: int, bf16: bool = False, offload: tuple[str, ...] = (), accumulated: int = 1
+) -> Held:
     """A DeepSpeed engine with torch's own optimizer."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
@@ -62,6 +64,7 @@ def zero(model: nn.Module, *, stage: int, bf16: bool = False, offload: tuple[str
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulated,
         "gradient_clipping": CLIP,
         "zero_optimization": {
             "stage": stage,
