@@ -235,7 +235,7 @@ def test_gradients_of_carried_states_take_two_rows_however_many_chunks() -> None
     model, group = build(layers="LA"), make_group()
     with Runtime(model, settings(capture={"chunk_tokens": 5})) as runtime, runtime.transaction(group.prompt) as txn:
         assert txn.report.chunks == 12
-        held, gradients_held = txn._state._segments, txn._state._gradients
+        held, gradients_held = txn._captured.state._segments, txn._captured.state._gradients
         rows = {name: (held[layer, name].rows, each.rows) for (layer, name), each in gradients_held.items()}
         assert rows == {"recurrent": (12, 2), "convolution": (12, 2), "kv": (60, 60)}
 

@@ -196,7 +196,7 @@ def test_bitwise_the_same_on_every_tier(kind: str, checkpoint: bool, tmp_path: P
 def test_a_prompt_token_is_never_expanded_to_heads(kind: str, per_token: int) -> None:
     model, group = tiny(kind), make_group(65, (5, 1, 3))
     with Runtime(model, settings()) as runtime, runtime.transaction(group.prompt) as txn:
-        segments = txn._state._segments.values()
+        segments = txn._captured.state._segments.values()
         rows = sum(segment.state.row_bytes * 64 for segment in segments)
         txn.score(group.responses)
     assert rows == 64 * 8 * per_token

@@ -123,7 +123,7 @@ def test_every_layout_selects_the_same(kind: str, monkeypatch: pytest.MonkeyPatc
 def test_layers_share_a_selection_and_keep_no_index_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     model, group = tiny("glm_moe_dsa"), make_group(61, (7, 1, 12))
     with Runtime(model, SMALL) as runtime, runtime.transaction(group.prompt) as txn:
-        kept = {key for key in txn._state._segments if key[1] == "index"}
+        kept = {key for key in txn._captured.state._segments if key[1] == "index"}
         txn.score(group.responses)
     assert kept == {(0, "index"), (2, "index")}
     seen = step(model, SMALL, monkeypatch)

@@ -222,13 +222,25 @@ PLACE_NAMES = ["forward", "backward"]
 
 @pytest.mark.parametrize("kind", sorted(MODELS))
 @pytest.mark.parametrize("call", [0, 2], ids=["first chunk", "last chunk"])
-def test_out_of_memory_in_capture(kind: str, call: int) -> None:
+def test_out_of_memory_in_capture_is_retried_in_shorter_chunks(kind: str, call: int) -> None:
     bench = Bench(kind)
-    with out_of_memory_in_forward(bench.model, Fuse(at_call=call)) as fuse:
-        with pytest.raises((torch.OutOfMemoryError, CapacityError)), bench.txn:
-            pass
+    with out_of_memory_in_forward(bench.model, Fuse(at_call=call)) as fuse, bench.txn as txn:
         assert fuse.blown == 1
+        assert txn.report.retries == 1
+        assert txn.report.chunks > 3
+        replay_group(txn, GROUP)
+    bench.assert_right(GROUP)
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+def test_out_of_memory_in_the_capture_of_one_token_is_a_capacity_error(kind: str) -> None:
+    bench = Bench(kind)
+    with out_of_memory_in_forward(bench.model, Fuse(above=0)) as fuse:
+        with pytest.raises(CapacityError, match="single prompt token"), bench.txn:
+            pass
+        assert fuse.blown > 1
         bench.assert_undone()
+        fuse._above = None
         bench.assert_succeeds()
 
 
@@ -316,8 +328,8 @@ def test_out_of_memory_in_the_sweep_of_one_token_is_a_capacity_error(
                 return unharmed
 
             # What is captured and run again between two sweeps must not meet the fuse.
-            monkeypatch.setattr(txn, "_repeat_lanes", spare(txn._repeat_lanes))
-            monkeypatch.setattr(txn, "_capture_chunks", spare(txn._capture_chunks))
+            monkeypatch.setattr(txn._repetition, "run", spare(txn._repetition.run))
+            monkeypatch.setattr(txn._captured, "_capture_chunks", spare(txn._captured._capture_chunks))
             txn.sweep()
     bench.assert_undone()
 

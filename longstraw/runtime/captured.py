@@ -1,0 +1,284 @@
+"""One prompt on pages, and the passes that run on it: capture, score, a lane, the sweep."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longstraw.errors import CapacityError
+from longstraw.runtime.adapter import ModelProfile
+from longstraw.runtime.branches import PackedBranches, check_responses
+from longstraw.runtime.lockstep import Kind
+from longstraw.runtime.memory import is_out_of_memory, release_cached
+from longstraw.runtime.passes import ForwardPass, HeadRequest, Purpose
+from longstraw.runtime.prompt_state import PromptState
+from longstraw.runtime.report import Report
+from longstraw.runtime.sizing import GraphSize, plan_chunks, plan_lanes
+
+if TYPE_CHECKING:
+    from longstraw.runtime.engine import Engine
+
+
+class CapturedPrompt:
+    """A prompt's pages and how it is cut. What runs out of memory here is run again narrower, where that is possible.
+
+    Args:
+        engine: what the model's transactions share.
+        owner: the transaction's name in the page store.
+        prompt_P: int64 [P] on the CPU.
+        profile: the model's.
+        row_tokens: the row length that positions are encoded for, or None for the prompt's.
+        exact: whether the prompt's gradient is wanted.
+        kind: what capture and scoring are to other ranks.
+        report: where figures go.
+
+    Attributes:
+        state: the pages, once `capture` has run.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        owner: str,
+        prompt_P: Tensor,
+        profile: ModelProfile,
+        *,
+        row_tokens: int | None,
+        exact: bool,
+        kind: Kind,
+        report: Report,
+    ) -> None:
+        self.state: PromptState
+        self._engine, self._owner, self._prompt, self._profile = engine, owner, prompt_P, profile
+        self._row_tokens, self._exact, self._kind, self._report = row_tokens, exact, kind, report
+        # Read once, before the first graph: lanes must be cut alike in scoring and in replay, or they would round
+        # differently. Out-of-memory retries correct it downwards.
+        self._free = engine.free_bytes()
+        self._frequencies = engine.adapter.frequencies_key(row_tokens or len(prompt_P))
+        size = engine.chunk_size(profile, len(prompt_P) - 1, self._free)
+        self._chunk_tokens, self._checkpoint = size.tokens, size.checkpoint
+
+    # Capture and sweep, chunk by chunk
+
+    def capture(self) -> None:
+        """Run the prompt without autograd and fill its pages; in shorter chunks if memory runs out."""
+        while True:
+            try:
+                self._capture_chunks()
+                return
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = without_frames(error)
+            self._engine.release(self._owner)
+            self._shorten_chunks("capture", failure)
+
+    def _capture_chunks(self) -> None:
+        engine, report = self._engine, self._report
+        chunks = plan_chunks(len(self._prompt) - 1, self._chunk_tokens)
+        self.state = engine.reserve(self._owner, self._profile, chunks, exact=self._exact)
+        report.tier_bytes = self.state.tier_bytes()
+        report.kept_output_layers = self.state.kept_output_layers
+        report.chunks, report.chunk_tokens = len(chunks), self._chunk_tokens
+        report.checkpoint_sweep = self._checkpoint and self._exact
+        phase = engine.lockstep.phase(self._kind, len(chunks))
+        for start, stop in engine.progress("capture", chunks):
+            forward = self._pass(Purpose.CAPTURE, [stop - start], prefix_rows=start)
+            with phase.forward(), forward, torch.no_grad(), engine.adapter.active(forward):
+                engine.adapter.run(forward, *self._chunk_inputs(start, stop))
+            report.add_traffic("capture", forward.traffic)
+        phase.finish()
+
+    def sweep(self) -> Exception | None:
+        """Send the state's gradient back through the prompt, last chunk first.
+
+        Returns an out-of-memory error instead of raising it: the gradient is incomplete then.
+        """
+        try:
+            self._sweep_chunks()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return without_frames(error)
+        return None
+
+    def _sweep_chunks(self) -> None:
+        engine = self._engine
+        chunks = plan_chunks(len(self._prompt) - 1, self._chunk_tokens)
+        phase = engine.lockstep.phase(Kind.SWEEP, len(chunks), checkpoint=self._checkpoint)
+        for start, stop in engine.progress("sweep", chunks[::-1]):
+            forward = self._pass(Purpose.SWEEP, [stop - start], prefix_rows=start, checkpoint=phase.checkpoint)
+            with forward, engine.adapter.active(forward), torch.enable_grad():
+                with phase.forward():
+                    out = engine.adapter.run(forward, *self._chunk_inputs(start, stop))
+                # The chunk's gradient enters beside the outputs, at its keys and values. Entering through a zero
+                # gradient on the output walks all layers in order, and lets wrappers hook the backward as usual.
+                with phase.backward():
+                    if out.requires_grad:
+                        engine.sharding.backward(out, torch.zeros_like(out))
+            self._report.add_traffic("sweep", forward.traffic)
+        phase.finish()
+
+    def capture_shorter(self, failure: Exception) -> None:
+        """The sweep ran out of memory: capture again in shorter chunks.
+
+        Carried state exists at the old boundaries only. And chunks of another length round differently, which may send
+        a token to other experts, or select other keys, than when its state was captured.
+        """
+        self.state.release()
+        self._shorten_chunks("sweep", failure)
+        self.capture()
+
+    def _shorten_chunks(self, phase: str, failure: Exception) -> None:
+        self.refuse_in_lockstep(failure)
+        if self._chunk_tokens == 1:
+            raise CapacityError(f"out of memory in the {phase} of a single prompt token. {failure}") from failure
+        self._report.retries += 1
+        release_cached(self._engine.device)
+        self._chunk_tokens = (self._chunk_tokens + 1) // 2
+        self._engine.limit_chunks(self._chunk_tokens)
+
+    def _chunk_inputs(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        device = self._engine.device
+        # A copy also on a CPU: the embedding saves its ids, and a view would keep the whole prompt's storage.
+        return self._prompt[start:stop].to(device, copy=True), torch.arange(start, stop, device=device)
+
+    # Branches, lane by lane
+
+    def score(self, branches: list[Tensor]) -> list[Tensor]:
+        """Log-probs [R_i] of each branch, without a graph."""
+        scored: dict[int, Tensor] = {}
+        pending = deque(plan_lanes([len(b) for b in branches], self.lane_size(branches).tokens))
+        phase = self._engine.lockstep.phase(self._kind, len(pending))
+        while pending:
+            indices = pending.popleft()
+            try:
+                with phase.forward():
+                    chosen = [branches[i] for i in indices]
+                    packed, forward = self.forward_lane(Purpose.SCORE, chosen, checkpoint=False)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = without_frames(error)
+            else:
+                forward.__exit__(None, None, None)
+                self._report.add_traffic("score", forward.traffic)
+                parts = packed[:, 0].clone().split([len(branches[i]) for i in indices])
+                scored.update(zip(indices, parts, strict=True))
+                continue
+            pending.extendleft(reversed(self.halve(indices, branches, failure)))
+        phase.finish()
+        return [scored[i] for i in range(len(branches))]
+
+    def forward_lane(self, purpose: Purpose, chosen: list[Tensor], checkpoint: bool) -> tuple[Tensor, ForwardPass]:
+        """Run branches through the model: [S, 2] log-probs and entropies. The pass stays open; the caller closes it."""
+        adapter, replay = self._engine.adapter, self._engine.config.replay
+        rows = PackedBranches(self._prompt[-1], len(self._prompt), chosen, self._engine.device)
+        head = HeadRequest(
+            targets_S=rows.targets_S,
+            temperature=replay.temperature,
+            block_tokens=replay.logit_block_tokens,
+            entropy=replay.entropy,
+        )
+        forward = self._pass(purpose, rows.lengths, prefix_rows=len(self._prompt) - 1, head=head, checkpoint=checkpoint)
+        forward.__enter__()
+        try:
+            with torch.set_grad_enabled(purpose is Purpose.REPLAY), adapter.active(forward):
+                return adapter.run(forward, rows.input_ids_S, rows.positions_S), forward
+        except BaseException:
+            forward.__exit__(None, None, None)
+            raise
+
+    def backward_lane(self, forward: ForwardPass, packed_S2: Tensor, upstream_S2: Tensor) -> Exception | None:
+        """The model's part of a lane's backward. Returns an out-of-memory error instead of raising it."""
+        try:
+            with self._engine.adapter.active(forward):
+                self._engine.sharding.backward(packed_S2, upstream_S2)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return without_frames(error)
+        self.state.gradients_started = True
+        return None
+
+    def lane_size(self, branches: list[Tensor]) -> GraphSize:
+        """Lane width and checkpointing for these branches."""
+        return self._engine.lane_size(self._profile, [len(branch) for branch in branches], self._free)
+
+    def halve(self, indices: tuple[int, ...], branches: list[Tensor], failure: Exception) -> list[tuple[int, ...]]:
+        """A lane that ran out of memory, in two; the narrower width is kept for lanes to come."""
+        self.refuse_in_lockstep(failure)
+        lengths = [len(branches[i]) for i in indices]
+        if len(indices) == 1:
+            raise CapacityError(
+                f"out of memory on a lane of one branch with {lengths[0]} tokens, which cannot be narrowed. Free "
+                "device memory, set replay.checkpoint: true, lower replay.logit_block_tokens, or lower the budget of "
+                f"the device tier. {failure}"
+            ) from failure
+        self._report.retries += 1
+        release_cached(self._engine.device)
+        self._engine.limit_lanes(max(max(lengths), sum(lengths) // 2))
+        half = (len(indices) + 1) // 2
+        return [indices[:half], indices[half:]]
+
+    def refuse_in_lockstep(self, failure: Exception) -> None:
+        """Raises CapacityError on a rank in lockstep: a pass that is made again would be one too many."""
+        if self._engine.lockstep.collective:
+            self._engine.lockstep.break_off()
+            raise CapacityError(
+                "out of memory while all ranks make the same passes; set replay.lane_tokens or capture.chunk_tokens "
+                f"lower, or replay.checkpoint: true. {failure}"
+            )
+
+    def check_branches(self, responses: Sequence[Tensor]) -> list[Tensor]:
+        """The responses, checked, int64 [R_i] on the CPU.
+
+        Raises:
+            TypeError, ValueError: as `check_responses`; or a row's length asks for other rotary frequencies than the
+                captured prompt has.
+        """
+        branches = check_responses(responses, self._profile.vocab_size)
+        for i, branch in enumerate(branches):
+            row = len(self._prompt) + len(branch)
+            if self._row_tokens is not None and row > self._row_tokens:
+                raise ValueError(
+                    f"responses[{i}] makes a row of {row} tokens, longer than row_tokens={self._row_tokens}; "
+                    "open the transaction with row_tokens of at least the longest prompt + response"
+                )
+            if self._row_tokens is None and self._engine.adapter.frequencies_key(row) != self._frequencies:
+                raise ValueError(
+                    f"responses[{i}] makes a row of {row} tokens, for which the model's rotary scaling has other "
+                    f"frequencies than for the captured prompt of {len(self._prompt)}. Open the transaction with "
+                    "row_tokens=<tokens of the longest prompt + response>: all rows are then computed as in a batch "
+                    "padded to that length"
+                )
+        return branches
+
+    def _pass(
+        self,
+        purpose: Purpose,
+        lengths: Sequence[int],
+        *,
+        prefix_rows: int,
+        head: HeadRequest | None = None,
+        checkpoint: bool = False,
+    ) -> ForwardPass:
+        return ForwardPass(
+            purpose,
+            lengths,
+            state=self.state,
+            prefix_rows=prefix_rows,
+            head=head,
+            checkpoint=checkpoint,
+            row_tokens=self._row_tokens or len(self._prompt),
+            tracer=self._engine.tracer,
+        )
+
+
+def without_frames(error: Exception) -> Exception:
+    """The error without its traceback, whose frames would keep the tensors alive that a retry needs freed."""
+    return error.with_traceback(None)

@@ -1,0 +1,79 @@
+"""Running a transaction's lanes again, narrower, after a backward pass ran out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longstraw.errors import CapacityError
+from longstraw.runtime.captured import CapturedPrompt, without_frames
+from longstraw.runtime.ledger import GradientLedger
+from longstraw.runtime.memory import is_out_of_memory
+from longstraw.runtime.passes import Purpose
+from longstraw.runtime.report import Report
+from longstraw.runtime.sizing import plan_lanes
+
+
+class Repetition:
+    """Each replayed branch with the gradient of the loss at its log-probs: enough to run it again without the user.
+
+    A backward pass that runs out of memory has added part of its gradient. So all gradient of the transaction is
+    forgotten, and every branch is run again.
+
+    Attributes:
+        possible: False once a loss reached parameters beside the log-probs, whose gradient would be lost.
+    """
+
+    def __init__(self, captured: CapturedPrompt, ledger: GradientLedger, report: Report) -> None:
+        self.possible = True
+        self._captured, self._ledger, self._report = captured, ledger, report
+        self._replayed: list[tuple[Tensor, Tensor]] = []
+
+    def record(self, branches: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
+        """Note replayed branches, int64 [R_i], and the gradients [R_i, 2] at their log-probs and entropies."""
+        self._replayed += zip(branches, upstream, strict=True)
+
+    def run(self, failure: Exception, *, narrower: bool) -> None:
+        """Run every branch again, in lanes of half the width if `narrower`; narrower still until it fits.
+
+        Raises:
+            CapacityError: a lane of a single branch does not fit, or the lanes cannot be run again.
+        """
+        self._captured.refuse_in_lockstep(failure)
+        if not self.possible:
+            raise CapacityError(
+                "out of memory in a backward pass, and the lanes cannot be run again because a loss reached parameters "
+                f"directly, beside lane.logprobs; set replay.lane_tokens or capture.chunk_tokens lower. {failure}"
+            ) from failure
+        branches = [branch for branch, _ in self._replayed]
+        if narrower:
+            self._captured.halve(tuple(range(len(branches))), branches, failure)
+        while True:
+            size = self._captured.lane_size(branches)
+            lanes = plan_lanes([len(b) for b in branches], size.tokens)
+            self._ledger.discard()
+            self._captured.state.discard_gradients()
+            again = self._run_lanes(lanes, size.checkpoint)
+            if again is None:
+                return
+            widest = max(lanes, key=lambda lane: sum(len(branches[i]) for i in lane))
+            self._captured.halve(widest, branches, again)
+
+    def _run_lanes(self, lanes: list[tuple[int, ...]], checkpoint: bool) -> Exception | None:
+        for indices in lanes:
+            branches = [self._replayed[i][0] for i in indices]
+            upstream = torch.cat([self._replayed[i][1] for i in indices])
+            try:
+                packed, forward = self._captured.forward_lane(Purpose.REPLAY, branches, checkpoint)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                return without_frames(error)
+            failure = self._captured.backward_lane(forward, packed, upstream)
+            forward.__exit__(None, None, None)
+            self._report.add_traffic("backward", forward.traffic)
+            if failure is not None:
+                return failure
+        return None
