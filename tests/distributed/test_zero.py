@@ -22,7 +22,6 @@ from tests.distributed.test_parity import CHECKPOINTED, check, check_kind
 from tests.distributed.wraps import zero
 from tests.parity.models import SMALL, add_lora, make_group
 
-pytest.importorskip("deepspeed")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
