@@ -16,15 +16,17 @@ _STYLE = {"good": "green", "note": "yellow", "bad": "bold red"}
 
 def doctor(
     disks: Annotated[list[Path] | None, typer.Argument(help="Folders that nvme tiers may use.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML of settings: make and describe its tiers.")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write the findings here.")] = None,
 ) -> None:
     """Examine GPUs, links, NUMA nodes, memory limits, disks and versions; say what to do about each finding.
 
-    Exit status 1 if something here will fail.
+    Exit status 1 if something here will fail, 2 if a run would refuse the settings.
     """
+    from longstraw.config import Config
     from longstraw.doctor import Level, examine
 
-    found = examine(disks or [])
+    found = examine(disks or [], None if config is None else Config.load(config))
     if json_out is not None:
         rows = [{"area": f.area, "level": f.level.value, "text": f.text, "fix": f.fix} for f in found]
         json_out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

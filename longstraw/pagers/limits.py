@@ -22,6 +22,11 @@ def free_host_bytes() -> int:
     return max(free, 0)
 
 
+def total_host_bytes() -> int:
+    """The most that this process could ever have: the machine's memory, or the least of its containers' limits."""
+    return min([psutil.virtual_memory().total, *(limit for _, limit, _ in cgroup_limits())])
+
+
 def cgroup_limits() -> list[tuple[Path, int, int]]:
     """Each control group above this process that limits memory: its folder, the limit, and the bytes that count.
 

@@ -15,9 +15,11 @@ from longstraw.pagers.debug import DelayedPager
 from longstraw.pagers.device import DevicePager
 from longstraw.pagers.engines import EngineSettings
 from longstraw.pagers.host import HostPager
+from longstraw.pagers.limits import total_host_bytes
 from longstraw.pagers.numa import choose_node
 from longstraw.pagers.nvme import NvmePager
 from longstraw.pagers.protocol import Pager
+from longstraw.resident.placement import format_bytes
 from longstraw.resident.store import PageStore
 from longstraw.runtime.memory import free_device_bytes, free_host_bytes
 
@@ -28,13 +30,14 @@ TIER_SHARE = {"device": 0.4, "host": 0.7, "nvme": 0.8}
 def build_store(config: Config, device: torch.device) -> PageStore:
     """One pager for each of `config.tiers`, in a store.
 
-    Raises ConfigError for a path that cannot hold a tier, with the key.
+    Raises ConfigError for a path that cannot hold a tier, or a budget that can never be had, with the key.
     """
     pagers: list[Pager] = []
     for index, tier in enumerate(config.tiers):
         if isinstance(tier, NvmeTier) and not tier.path.is_dir():
             raise ConfigError(f"tiers[{index}].path: {tier.path} is no directory; create it, or name one that exists")
         budget = resolve_budget(tier, config.tiers[index + 1 :], device)
+        _check_possible(tier, index, budget, device)
         if isinstance(tier, NvmeTier):
             # Several disks may be given: their tiers are told apart by number.
             name = "nvme" if sum(pager.kind == "nvme" for pager in pagers) == 0 else f"nvme{index}"
@@ -75,6 +78,22 @@ def _named(index: int) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(str(error).replace("tiers[i]", f"tiers[{index}]")) from error
+
+
+def _check_possible(tier: Tier, index: int, budget: int, device: torch.device) -> None:
+    """Raise ConfigError for a budget above what there is when everything is free. What is not free now is told when
+    pages are reserved, which may be later."""
+    if isinstance(tier, NvmeTier):
+        most, what = shutil.disk_usage(tier.path).total, f"the filesystem of {tier.path}"
+    elif isinstance(tier, HostTier) or device.type != "cuda":
+        most, what = total_host_bytes(), "this machine, or its container's limit,"
+    else:
+        most, what = torch.cuda.get_device_properties(device).total_memory, f"{device}"
+    if budget > most:
+        raise ConfigError(
+            f"tiers[{index}].budget: {format_bytes(budget)} can never be had: {what} has {format_bytes(most)} in all; "
+            "lower it, or write auto"
+        )
 
 
 def resolve_budget(tier: Tier, slower: tuple[Tier, ...], device: torch.device) -> int:

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def options(path: Path, **changes: Any) -> StressOptions:
-    given: dict[str, Any] = {"seconds": 120, "steps": 8, "scratch": path}
+    given: dict[str, Any] = {"seconds": 120, "steps": 5, "scratch": path, "layers": 2}
     given |= {"prompt_tokens": 96, "response_tokens": 10, "group": 3}
     return StressOptions(**(given | changes))
 

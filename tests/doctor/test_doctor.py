@@ -1,0 +1,135 @@
+"""The examination: each finding has its fix; limits, disks, leftovers and refused folders are told."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longstraw.doctor import Level, disks, examine, memory, probe
+from longstraw.doctor.finding import Finding
+from longstraw.pagers import limits
+from longstraw.pagers.engines import EngineSettings
+from longstraw.pagers.engines.record import record_path, recorded_rates
+from longstraw.pagers.run_directory import RunDirectory
+
+
+@pytest.fixture
+def invoke() -> Callable[..., Any]:
+    from typer.testing import CliRunner
+
+    from longstraw.cli import app
+
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def levels(findings: list[Finding]) -> dict[str, Level]:
+    return {finding.text: finding.level for finding in findings}
+
+
+def test_every_finding_that_is_not_good_has_a_fix(tmp_path: Path) -> None:
+    found = examine([tmp_path, tmp_path / "missing"])
+    assert all(bool(f.fix) == (f.level is not Level.GOOD) for f in found)
+    areas = {f.area for f in found}
+    assert {"gpu", "memory", "memlock", "numa", "versions", "libaio", "gds", f"disk {tmp_path}"} <= areas
+    missing = [f for f in found if f.area == f"disk {tmp_path / 'missing'}"]
+    assert [f.level for f in missing] == [Level.BAD]
+    with pytest.raises(AssertionError):
+        Finding(area="x", level=Level.NOTE, text="without a fix")
+
+
+def test_little_memory_and_little_locking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "free_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(limits, "locked_limit", lambda: 8 << 20)
+    found = memory.examine_memory()
+    assert any(f.level is Level.BAD and "only 1.00 MiB" in f.text for f in found)
+    assert any(f.level is Level.NOTE and "8.00 MiB" in f.text and "ulimit -l unlimited" in f.fix for f in found)
+
+
+def test_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(tmp_path)
+    texts = levels(disks.examine_disk(tmp_path))
+    assert any("a run that lives" in text for text in texts)
+    directory.close()
+    dead = [f for f in disks.examine_disk(tmp_path) if "of a dead run" in f.text]
+    assert [f.fix for f in dead] == [f"longstraw clean {tmp_path}"]
+    assert list(tmp_path.iterdir()) == []  # the file that was made there has reclaimed it, and is gone
+
+    real = os.open
+
+    def no_direct(path: str, flags: int, *args: int, **kwargs: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct I/O")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", no_direct)
+    assert any("refuses direct I/O" in f.text and "ext4" in f.fix for f in disks.examine_disk(tmp_path))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert [f.text for f in disks.examine_disk(tmp_path) if f.level is Level.BAD] == [
+        f"no file can be made in {tmp_path} ([Errno 13] denied); name one that you may write to"
+    ]
+
+
+def test_memory_that_poses_as_a_disk() -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        pytest.skip("no /dev/shm here")
+    assert any(f.level is Level.BAD and "not a disk" in f.text for f in disks.examine_disk(shm))
+
+
+def test_probe_leaves_a_record_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert recorded_rates(tmp_path) is None
+    result = probe([tmp_path], EngineSettings(threads=2, block=64 << 10), seconds=0.02, disk_bytes=1 << 20)
+    assert result.save() == record_path()
+    rates = recorded_rates(tmp_path)
+    assert rates is not None
+    assert rates["posix"] == result.disks[0].engines["posix"].worse
+    assert recorded_rates(tmp_path / "cache") is None
+
+
+def test_commands(tmp_path: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = tmp_path / "out.json"
+    ended = invoke("doctor", tmp_path, "--json", out)
+    assert ended.exit_code == 0, ended.output
+    assert any("longstraw" in row["text"] for row in json.loads(out.read_text()))
+    assert invoke("doctor", tmp_path / "missing").exit_code == 1
+
+    ended = invoke("probe", tmp_path, "--seconds", 0.05, "--size", "1MiB", "--block", "64KiB", "--json", out)
+    assert ended.exit_code == 0, ended.output
+    assert str(tmp_path) in json.loads(out.read_text())["disks"]
+    assert record_path().is_file()
+    assert "--block 3KiB" in str(invoke("probe", tmp_path, "--block", "3KiB").exception)
+    assert "size" in str(invoke("probe", tmp_path, "--size", "much").exception)
+
+    directory = RunDirectory(tmp_path)
+    assert "its run lives" in invoke("clean", tmp_path).output
+    directory.close()
+    assert "its run is dead" in invoke("clean", tmp_path, "--dry-run").output
+    assert directory.path.is_dir()
+    assert "deleted" in invoke("clean", tmp_path).output
+    assert not directory.path.exists()
+    assert "nothing there" in invoke("clean", tmp_path).output
+    assert "is no directory" in str(invoke("clean", tmp_path / "missing").exception)
+
+
+@pytest.mark.gpu
+def test_links() -> None:
+    from longstraw.doctor import measure_links
+
+    rates = measure_links()
+    assert len(rates) >= torch.cuda.device_count()
+    assert all(rate.to_device > 1e9 and rate.from_device > 1e9 and rate.both > 1e9 for rate in rates)
