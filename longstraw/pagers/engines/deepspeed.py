@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import os
 import threading
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from longstraw.errors import ConfigError
 from longstraw.pagers.engines.protocol import Buffer, EngineSettings
-from longstraw.pagers.spool import SpoolFile
+from longstraw.pagers.spool import SECTOR, SpoolFile
 
 
 class _LockedBuffer:
@@ -53,7 +54,31 @@ class DeepSpeedEngine:
         self._settings = settings
         self._op = load_op()
         self._mine = threading.local()
-        self._pins = self._make_handle()
+        # The handle that page-locks buffers. It goes with `close`, or at exit before the interpreter is torn down: a
+        # process whose handle lived longer was seen not to end.
+        self._pins: list[Any] = [self._make_handle()]
+        weakref.finalize(self, self._pins.clear)
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """Write a sector of the new file, and read it back.
+
+        The first write of a process must be alone: it warns about the wear of disks behind a C++ guard, with Python's
+        lock in hand, and a second thread that meets the guard meanwhile waits for ever (DeepSpeed 0.19).
+        """
+        buffer = self.make_buffer(SECTOR)
+        buffer.memory.fill_(0xA5)
+        handle = self._pins[0]
+        done = handle.sync_pwrite(buffer.memory, self._file.reopen_path, 0)
+        buffer.memory.zero_()
+        done += handle.sync_pread(buffer.memory, self._file.reopen_path, 0)
+        right = done == 2 and bool(buffer.memory.eq(0xA5).all())
+        buffer.close()
+        if not right:
+            raise ConfigError(
+                f"tiers[i].engine: DeepSpeed's async_io does not write and read a sector in {self._file.path}; set "
+                "engine to posix"
+            )
 
     def _make_handle(self) -> Any:
         return self._op.aio_handle(self._settings.request_bytes, self._settings.requests, False, True, 1)
@@ -64,7 +89,7 @@ class DeepSpeedEngine:
         return self._mine.handle
 
     def make_buffer(self, nbytes: int) -> Buffer:
-        return _LockedBuffer(self._pins, nbytes)
+        return _LockedBuffer(self._pins[0], nbytes)
 
     def read(self, buffer: Buffer, start: int, stop: int, offset: int) -> None:
         size = self._file.measure()
@@ -85,6 +110,7 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         self._mine = threading.local()
+        self._pins.clear()
 
 
 def load_op() -> ModuleType:
