@@ -71,7 +71,7 @@ def find_attentions(model: PreTrainedModel) -> dict[int, tuple[nn.Module, nn.Mod
             if family is None:
                 raise UnsupportedModelError(
                     f"layer {number} of {type(model).__name__} has a {type(mixer).__name__}, which is not supported "
-                    f"yet; supported are {', '.join(known_classes())}"
+                    f"yet; supported are {', '.join(known_classes())}. docs/adding_a_family.md says how to add one"
                 )
             reason = family.refuse(mixer, config)
             if reason is not None:
