@@ -89,6 +89,7 @@ class Runtime:
             For each response float32 [R_i] (float64 for a float64 model), nats, after temperature.
         """
         engine = self._engine
+        engine.require_open("score")
         if model is not None:
             engine = self._reference_engine(model)
         policy = engine.adapter.reference() if adapter is None else nullcontext()
@@ -120,7 +121,10 @@ class Runtime:
         return "\n".join(f"# {line}" for line in lines) + f"\n{self.config.describe()}"
 
     def close(self) -> None:
-        """Free all tiers. The runtime cannot be used afterwards."""
+        """Free all tiers. The runtime cannot be used afterwards.
+
+        Raises TransactionStateError inside a transaction or `accumulate()`.
+        """
         self._engine.close()
 
     def __enter__(self) -> Self:

@@ -59,7 +59,8 @@ class PlainSharding:
         return {p.untyped_storage().data_ptr() for _, p in self.parameters()}
 
     def weights(self) -> tuple[WeightPrint, ...]:
-        return tuple((name, p.data_ptr(), p._version, p.dtype) for name, p in self.parameters())
+        held = [*self.parameters(), *_saved_buffers(self.inner)]
+        return tuple((name, p.data_ptr(), p._version, p.dtype) for name, p in held)
 
     def layout(self) -> Hashable:
         return tuple((p.requires_grad, p.dtype, p.device) for _, p in self.parameters())
@@ -87,3 +88,14 @@ class PlainSharding:
 
     def describe(self) -> str:
         return "gradients: one process, nothing is reduced"
+
+
+def _saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers that a checkpoint holds, such as the bias that balances a router's experts: they are weights as well.
+    The others are derived, and some modules write them in passing (rotary frequencies)."""
+    return [
+        (f"{name}.{key}", buffer)
+        for name, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    ]

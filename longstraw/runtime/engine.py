@@ -17,6 +17,7 @@ from longstraw.runtime.empty import run_empty_pass
 from longstraw.runtime.ledger import GradientLedger, GradientSums
 from longstraw.runtime.lockstep import Kind, Lockstep
 from longstraw.runtime.memory import free_device_bytes
+from longstraw.runtime.modes import refuse_inference_mode
 from longstraw.runtime.peak import DevicePeak
 from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.report import Report
@@ -57,7 +58,8 @@ class Engine:
         self._lane_limit: int | None = None
         self._chunk_limit: int | None = None
         self._sums = GradientSums()
-        self._accumulating = False
+        self._accumulating = self._closed = False
+        self._steps_before_sums: int | None = None
         self.lockstep = Lockstep(
             self.sharding.ranks, collective=self.sharding.lockstep, empty_pass=functools.partial(run_empty_pass, self)
         )
@@ -75,6 +77,7 @@ class Engine:
         `score_only` holds no gradient pages, whatever the config says. `reference`: the caller holds the adapter's
         `reference()`, and other ranks have to as well in passes that they make for this one.
         """
+        self.require_open("transaction")
         exact = not score_only and self.config.gradient.prompt == "exact"
         return Transaction(self, prompt_ids, row_tokens, exact=exact, reference=reference)
 
@@ -87,6 +90,7 @@ class Engine:
         self._accumulating = True
         try:
             yield
+            self._refuse_step_within()
             self._finalize()
         except BaseException as error:
             self._accumulating = False
@@ -95,8 +99,17 @@ class Engine:
         self._accumulating = False
         self.leave(None)
 
+    def require_open(self, call: str) -> None:
+        """Raises TransactionStateError if nothing can run: the runtime is closed, or inference mode is on."""
+        refuse_inference_mode(call)
+        if self._closed:
+            raise TransactionStateError(f"{call}: the runtime is closed; make another")
+
     def close(self) -> None:
         """Give every tier back, and write what the trace still holds of a failed transaction."""
+        if self.lockstep.depth:
+            raise TransactionStateError("close: inside a transaction, or accumulate(); leave it first")
+        self._closed = True
         if self.tracer is not None:
             self.tracer.finish()
         for pager in self.store.pagers:
@@ -129,6 +142,8 @@ class Engine:
 
     def enter(self) -> None:
         """A step begins, or a transaction within one."""
+        self.require_open("entering a step")
+        self._refuse_step_within()
         if not self.lockstep.enter():
             return
         try:
@@ -148,6 +163,7 @@ class Engine:
             self.lockstep.fail(error)
         if self.lockstep.leave():
             self._sums = GradientSums()
+            self._steps_before_sums = None
             self.sharding.end_step(failed=error is not None)
 
     def open_ledger(self) -> GradientLedger:
@@ -169,10 +185,19 @@ class Engine:
     def deliver(self, sums: dict[nn.Parameter, Tensor]) -> None:
         """A finished transaction's gradients: into `.grad`, or to the surrounding `accumulate()` until that ends."""
         self._sums.add(sums)
+        if self._accumulating and self._steps_before_sums is None:
+            self._steps_before_sums = self.watch.steps
         # Ranks reduce together, when the last of a step's transactions ends; one process has nothing to wait for.
         last = self.lockstep.depth == 1 or self.sharding.ranks is None
         if last and not self._accumulating:
             self._finalize()
+
+    def _refuse_step_within(self) -> None:
+        if self._steps_before_sums is not None and self.watch.steps != self._steps_before_sums:
+            raise TransactionStateError(
+                "accumulate: an optimizer stepped inside the block, without the gradients of the transactions before "
+                "it: they reach .grad when the block ends; step, clip and zero_grad after it"
+            )
 
     def _finalize(self) -> None:
         if self.lockstep.end(has_gradient=self._sums.any or self._step_ledger.begun):

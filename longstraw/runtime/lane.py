@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ class LaneState(enum.Enum):
 
     LIVE = "live"
     DONE = "backward was called"
+    FAILED = "its backward failed"
     SKIPPED = "skipped"
     CLOSED = "closed"
 
@@ -53,6 +55,7 @@ class Lane:
         # The user's loss ends at this leaf: its small graph runs first, the model's heavy one afterwards, and the
         # gradient between the two is known, so that a lane that ran out of memory can be run again without the user.
         self._leaf = packed_S2.detach().requires_grad_()
+        _LEAVES[id(self._leaf)] = self._leaf
         self.logprobs: list[Tensor] = list(self._leaf[:, 0].split(self._lengths))
         self.entropies: list[Tensor] | None = list(self._leaf[:, 1].split(self._lengths)) if entropy else None
 
@@ -87,6 +90,12 @@ class Lane:
             )
         if self._leaf.grad is not None:
             raise TransactionStateError(_BACKWARD_BY_HAND)
+        if any(_LEAVES.get(id(leaf)) is leaf and leaf is not self._leaf for leaf in leaves(loss)):
+            raise TransactionStateError(
+                "lane.backward: the loss depends on another lane's log-probs as well, and that part of the gradient "
+                "would be lost; detach them, or set replay.lane_tokens so that branches that belong together share a "
+                "lane"
+            )
         loss.backward()  # type: ignore[no-untyped-call]
         if self._leaf.grad is None:
             raise TransactionStateError(
@@ -105,6 +114,11 @@ class Lane:
 
         Raises TransactionStateError if neither `backward` nor `skip` was called: its gradient would be lost.
         """
+        if self.state is LaneState.FAILED:
+            raise TransactionStateError(
+                f"lane of branches {list(self.indices)}: its backward failed and left part of its gradient; leave the "
+                "transaction with that error, and enter it again"
+            )
         if self.state is not LaneState.LIVE:
             return
         if self._leaf.grad is not None:
@@ -131,15 +145,24 @@ _BACKWARD_BY_HAND = (
 )
 
 
-def reaches_parameter(loss: Tensor, parameters: set[torch.nn.Parameter]) -> bool:
-    """Whether the user's graph runs straight into a parameter, beside the lane's log-probs."""
+_LEAVES: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+"""Where the losses of all lanes end, by `id`."""
+
+
+def leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Every leaf that the user's graph runs into: the lane's log-probs, and what else the loss depends on."""
     todo, seen = [loss.grad_fn], set()
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if getattr(node, "variable", None) in parameters:
-            return True
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
         todo.extend(next_node for next_node, _ in node.next_functions)
-    return False
+
+
+def reaches_parameter(loss: Tensor, parameters: set[torch.nn.Parameter]) -> bool:
+    """Whether the user's graph runs straight into a parameter, beside the lane's log-probs."""
+    return any(leaf in parameters for leaf in leaves(loss))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakSet
@@ -79,6 +80,7 @@ class GradientLedger:
         self._entry: dict[nn.Parameter, Tensor | None] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._hooks: list[_Handle] = []
+        weakref.finalize(self, _remove_all, self._hooks)
         self._discarding = False
 
     @property
@@ -89,7 +91,8 @@ class GradientLedger:
         """Set the gradients of `parameters` aside.
 
         Raises TransactionStateError if another ledger has set one of them aside: autograd adds to `.grad`, whoever
-        runs it, and one transaction's failure could no longer be told from the other's gradient.
+        runs it, and one transaction's failure could no longer be told from the other's gradient. Or if a parameter has
+        a hook of the user's that waits for its gradient.
         """
         assert not self._entry, "the ledger is open"
         parameters = list(parameters)
@@ -98,12 +101,17 @@ class GradientLedger:
                 "lane.backward: another transaction is collecting gradients of the same parameters; leave that one "
                 "first (captures and scores of several transactions may overlap, their backward passes may not)"
             )
+        if not self._emptied and any(parameter._post_accumulate_grad_hooks for parameter in parameters):
+            raise TransactionStateError(
+                "lane.backward: a parameter has a post-accumulate-grad hook, such as an optimizer fused into the "
+                "backward; it would be handed the gradient of one pass, which is a part of the step's. Remove it, and "
+                "step after the transaction"
+            )
         _OPEN.add(self)
         for parameter in parameters:
             self._entry[parameter] = parameter.grad
             parameter.grad = None
-            if self._emptied or sum_dtype(parameter, wide=self._wide) != parameter.dtype:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._sum_apart))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_weakly(self)))
 
     def _sum_apart(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -149,14 +157,29 @@ class GradientLedger:
 
     def rollback(self) -> None:
         """Close the ledger and forget the sums: every `.grad` is the tensor that it was at `begin`."""
-        for hook in self._hooks:
-            hook.remove()
+        _remove_all(self._hooks)
         for parameter, gradient in self._entry.items():
             parameter.grad = gradient
-        self._hooks.clear()
         self._sums.clear()
         self._entry.clear()
         _OPEN.discard(self)
+
+
+def _weakly(ledger: GradientLedger) -> Callable[[Tensor], None]:
+    """The hook of a ledger that may be dropped: parameters must not keep it, and the sums in it, alive."""
+    reference = weakref.ref(ledger)
+
+    def hook(parameter: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive._sum_apart(parameter)
+
+    return hook
+
+
+def _remove_all(hooks: list[_Handle]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 _OPEN: WeakSet[GradientLedger] = WeakSet()

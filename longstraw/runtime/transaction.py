@@ -17,6 +17,7 @@ from longstraw.runtime.captured import CapturedPrompt, without_frames
 from longstraw.runtime.lane import Lane, LaneState, reaches_parameter
 from longstraw.runtime.lockstep import Kind, Phase
 from longstraw.runtime.memory import is_out_of_memory
+from longstraw.runtime.modes import refuse_inference_mode
 from longstraw.runtime.passes import ForwardPass, Purpose
 from longstraw.runtime.repetition import Repetition
 from longstraw.runtime.report import DriftMeter, Report
@@ -87,6 +88,9 @@ class Transaction:
             self._end_phase()
             if self.state is TransactionState.REPLAYING:
                 self.sweep()
+            elif self.state is TransactionState.SWEPT:
+                # `.grad` is still as it was on entry: a step since the sweep was one without this gradient.
+                self._check_weights("leaving the transaction")
             with self.report.phase("finalize", self._engine.device):
                 self._finish()
         except BaseException as failure:
@@ -182,6 +186,8 @@ class Transaction:
         self._move(TransactionState.REPLAYING)
         self.report.lane_tokens, self.report.checkpoint_replay = size.tokens, size.checkpoint
         while pending:
+            # Of another `replay`, whose lanes are asked for in turn with these.
+            self._settle_lane()
             indices = pending.popleft()
             try:
                 with self.report.phase("replay", self._engine.device):
@@ -245,7 +251,11 @@ class Transaction:
             self._repetition.record(branches, upstream.split(lane.forward.lengths))
             assert self._phase is not None
             with self._phase.backward():
-                failure = self._captured.backward_lane(lane.forward, lane.take_packed(), upstream)
+                try:
+                    failure = self._captured.backward_lane(lane.forward, lane.take_packed(), upstream)
+                except BaseException:
+                    lane.close(LaneState.FAILED)
+                    raise
             lane.close(LaneState.DONE)
             self.report.add_traffic("backward", lane.forward.traffic)
             self._lane = None
@@ -277,13 +287,14 @@ class Transaction:
     # Shared
 
     def _check_weights(self, call: str) -> None:
+        refuse_inference_mode(call)
         staleness = self._engine.config.staleness
         steps = self._engine.watch.check(self._weights, staleness=staleness, call=call)
         self.report.stale_steps = max(self.report.stale_steps, steps)
         if not self._engine.adapter.is_profiled() or self._engine.adapter.profile() is not self._profile:
             raise StaleWeightsError(
-                f"{call}: what is trained, or the model's dtype or device, changed since the prompt was captured; "
-                "capture again after that"
+                f"{call}: what is trained, the model's mode (train or eval), autocast, or its dtype or device changed "
+                "since the prompt was captured; capture again after that"
             )
 
     def _settle_lane(self) -> None:

@@ -51,12 +51,17 @@ class WeightsWatch:
         mine = {id(p) for _, p in self._adapter.sharding.parameters()}
         return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps on the model so far."""
+        return self._steps + self._adapter.sharding.steps
+
     def now(self) -> WeightsVersion:
         """The version of the weights at this moment."""
         return WeightsVersion(
             parameters=self._adapter.sharding.weights(),
             state=self._adapter.state_key(),
-            steps=self._steps + self._adapter.sharding.steps,
+            steps=self.steps,
         )
 
     def check(self, captured: WeightsVersion, *, staleness: int, call: str) -> int:

@@ -41,7 +41,7 @@ class TransformersAdapter:
         self._rotaries = rope.rotary_modules(self._base)
         self._profiles: dict[Hashable, ModelProfile] = {}
         self._head_result: Tensor | None = None
-        self._logits_untouched = False
+        self._untouched_hooks: Hashable = None
         checks.refuse_dropout(model, self._config)
         checks.refuse_router_terms(model, self._config)
 
@@ -52,6 +52,11 @@ class TransformersAdapter:
     @property
     def modules(self) -> nn.Module:
         return self._model
+
+    @property
+    def layer_numbers(self) -> frozenset[int]:
+        """Of all decoder layers."""
+        return frozenset(self._layers)
 
     def state_key(self) -> Hashable:
         return checks.adapter_state(self._model)
@@ -64,7 +69,7 @@ class TransformersAdapter:
             self.sharding.layout(),
             self._model.training,
             self.state_key(),
-            torch.is_autocast_enabled(self._device.type),
+            torch.get_autocast_dtype(self._device.type) if torch.is_autocast_enabled(self._device.type) else None,
         )
 
     def is_profiled(self) -> bool:
@@ -72,9 +77,10 @@ class TransformersAdapter:
 
     def profile(self) -> ModelProfile:
         key = self._profile_key()
+        # Each time: a dropout can be set, or one module put in training mode, without a trace in the key.
+        checks.refuse_dropout(self._model, self._config)
+        checks.refuse_router_terms(self._model, self._config)
         if key not in self._profiles:
-            checks.refuse_dropout(self._model, self._config)
-            checks.refuse_router_terms(self._model, self._config)
             self._profiles[key] = probe(self, self._config)
         return self._profiles[key]
 
@@ -90,14 +96,20 @@ class TransformersAdapter:
 
     def _check_untouched(self, result: Tensor) -> None:
         """A model that changes its logits (a soft cap, a scale) would change our log-probs instead."""
-        if self._logits_untouched:
+        hooks = self._hooks_behind_head()
+        if self._untouched_hooks == hooks:
             return
         ours = self._head_result
         if ours is None or result.shape != ours.shape or not torch.equal(result.detach().to(ours.dtype), ours):
             raise UnsupportedModelError(
                 f"{type(self._base).__name__} changes its logits after the LM head, which is not supported yet"
             )
-        self._logits_untouched = True
+        self._untouched_hooks = hooks
+
+    def _hooks_behind_head(self) -> Hashable:
+        """The head, and the hooks that can change what it puts out; hooks are numbered as they are registered."""
+        head = self._base.get_output_embeddings()
+        return id(head), *(tuple(module._forward_hooks) for module in (head, self._base, self._model))
 
     @contextmanager
     def active(self, forward: ForwardPass) -> Iterator[None]:
@@ -125,7 +137,7 @@ class TransformersAdapter:
         self, head: nn.Module, original: Any, forward: ForwardPass, softcap: float | None, hidden_states: Tensor
     ) -> Tensor:
         result = head_output(head, original, hidden_states, forward, softcap)
-        if not self._logits_untouched:
+        if self._untouched_hooks != self._hooks_behind_head():
             self._head_result = result.detach()
         if self.sharding.casts_outputs:
             # A framework may cast floating outputs, to bfloat16 say. Log-probs must not lose their bits on the way out
@@ -135,7 +147,9 @@ class TransformersAdapter:
 
     @contextmanager
     def _attention_implementation(self) -> Iterator[None]:
-        configs = {id(config): config for config in (self._base.config, self._config)}.values()
+        # A layer that was copied into the model has a copy of the config.
+        own = [mixer.config for _, mixer in self._layers.values() if hasattr(mixer, "config")]
+        configs = {id(config): config for config in (self._base.config, self._config, *own)}.values()
         before = [config._attn_implementation for config in configs]
         for config in configs:
             config._attn_implementation = attention.NAME

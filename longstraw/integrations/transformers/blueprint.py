@@ -141,7 +141,7 @@ class _ShapeAdapter(TransformersAdapter):
     def __init__(self, sharding: PlainSharding, config: Any, dtype: torch.dtype) -> None:
         super().__init__(sharding)
         # Values cannot be compared without memory; the real model's are.
-        self._logits_untouched = True
+        self._untouched_hooks = self._hooks_behind_head()
         families = [(family_of(mixer), mixer) for _, mixer in self._layers.values()]
         layers = [family.spec(mixer, config, dtype) for family, mixer in families if family is not None]
         self._latent = [layer for layer in layers if any(spec.name == "latent" for spec in layer.states)]

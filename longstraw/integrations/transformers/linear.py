@@ -19,7 +19,7 @@ def matrix_parts(linear: nn.Module, in_features: int) -> list[Tensor]:
         linear: a module that is linear in its input, without bias.
         in_features: of its input.
     """
-    if type(linear) is nn.Linear:
+    if type(linear) is nn.Linear and not _is_altered(linear):
         return [linear.weight]
     adapters = _plain_lora(linear)
     if adapters is None:
@@ -35,8 +35,15 @@ def matrix_parts(linear: nn.Module, in_features: int) -> list[Tensor]:
     return parts
 
 
+def _is_altered(linear: nn.Module) -> bool:
+    """Whether a call does more than the class: hooks (old-style weight norm is one), or a forward of its own."""
+    return bool(linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
+
+
 def _plain_lora(module: Any) -> list[str] | None:
     """Names of the adapters that act in a PEFT LoRA layer; None if it is none, or does more than add B A x."""
+    if _is_altered(module):
+        return None
     if not all(hasattr(module, name) for name in ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters")):
         return None
     if module.disable_adapters:

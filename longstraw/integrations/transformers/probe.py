@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from longstraw.errors import UnsupportedModelError
 from longstraw.runtime.adapter import ModelProfile
 from longstraw.runtime.layer_spec import LayerSpec
 from longstraw.runtime.passes import ForwardPass, Purpose
@@ -52,4 +53,10 @@ def _run(adapter: TransformersAdapter, tokens: int, vocab_size: int) -> tuple[in
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with forward, adapter.active(forward), torch.enable_grad(), saving:
         out = adapter.run(forward, ids, torch.arange(tokens, device=adapter.device))
+    missing = adapter.layer_numbers - {layer.index for layer in forward.declared}
+    if missing:
+        raise UnsupportedModelError(
+            f"layers {sorted(missing)} computed attention without asking transformers' attention interface for it, and "
+            "would not see the captured prompt; take the patch off their forward"
+        )
     return sum(storage.nbytes() for storage in saved.values()), forward.declared, out.dtype
