@@ -25,6 +25,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Joins the lines of a paragraph; the other modes break them where the source does.
+    rich_markup_mode="markdown",
 )
 app.command()(demo)
 app.command()(plan)
@@ -56,5 +58,5 @@ def main() -> None:
     try:
         app()
     except LongstrawError as error:
-        Console(stderr=True, highlight=False).print(f"longstraw: {error}", style="red", markup=False)
+        Console(stderr=True, highlight=False).print(f"longstraw: {error}", style="red", markup=False, soft_wrap=True)
         sys.exit(2)

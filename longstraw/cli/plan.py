@@ -86,6 +86,13 @@ def _share(machine: Machine, gpus: int) -> Machine:
 
 def _notes(plan: Plan, gpus: int, lora: int | None) -> list[str]:
     notes = []
+    for kind, there in (("host", plan.machine.host_bytes), ("nvme", plan.machine.disk_bytes)):
+        used = sum(tier["used"] for tier in plan.tiers.values() if tier["kind"] == kind)
+        if used > there:
+            notes.append(
+                f"the planned machine has {approximate_bytes(there)} for {kind} pages and these are "
+                f"{approximate_bytes(used)}: the budget is taken at its word; another machine is given with --rates"
+            )
     if gpus > 1:
         notes.append(
             f"{gpus} GPUs are {gpus} replicas in this version: each works on a group of its own, with a share of the "
@@ -136,7 +143,9 @@ def _print(plan: Plan, advice: list[str], notes: list[str]) -> None:
 
 
 def _cut(what: str, count: int, tokens: int, checkpoint: bool) -> str:
-    return f"{count} {what} of up to {tokens:,} tokens{', checkpointed' if checkpoint else ''}"
+    return (
+        f"{count} {what if count > 1 else what[:-1]} of up to {tokens:,} tokens{', checkpointed' if checkpoint else ''}"
+    )
 
 
 def _device_table(plan: Plan) -> Table:

@@ -107,7 +107,8 @@ def _show(result: StressResult, ranks: int) -> None:
     table.add_row("lanes run again narrower", str(result.retries))
     table.add_row("stalled for pages", f"{result.stall_seconds:.1f} s")
     warm, end = result.resident_bytes
-    table.add_row("process, warm and at the end", f"{approximate_bytes(warm)}, {approximate_bytes(end)}")
+    before = approximate_bytes(warm) if warm else "never (too few steps)"
+    table.add_row("process, warm and at the end", f"{before}, {approximate_bytes(end)}")
     table.add_row(
         "steps compared with plain autograd",
         f"{result.compared}, worst {result.worst_error:.1e} {result.worst_parameter} (may be {result.tolerance:.0e})",

@@ -85,7 +85,7 @@ def blueprint(config: Any, *, dtype: torch.dtype = torch.bfloat16, lora_rank: in
     convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
     matrices = [(p, met) for p, met in matrices if id(p) not in convolutions]
     return Blueprint(
-        name=f"{config.model_type}, {values / 1e9:.2f} B parameters",
+        name=f"{config.model_type}, {_in_words(values)} parameters",
         profile=profile,
         work=tuple(_work(layer, mixers[layer.index], text) for layer in profile.layers),
         parameters=sum(p.numel() for p in parameters),
@@ -193,3 +193,7 @@ def _work(layer: LayerSpec, mixer: Any, config: Any) -> LayerWork:
     assert states["recurrent"].kind is StateKind.CARRIED
     # Per head: state in and out (2 products of k_dim x v_dim), and the chunk's own triangles.
     return LayerWork(kind="recurrent", token=heads * (6.0 * k_dim * v_dim + 4.0 * _CHUNK * (k_dim + v_dim)))
+
+
+def _in_words(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.2f} M"
