@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from longstraw.config.sizes import approximate_bytes
 from longstraw.pagers.stalls import Stall
 from longstraw.pagers.trace import Tracer, Track
 from longstraw.runtime.passes import PassTraffic
@@ -122,6 +123,25 @@ class Report:
     def save(self, path: str | Path) -> None:
         """Write the figures as JSON, for `longstraw report`."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
+        pages = ", ".join(f"{tier} {approximate_bytes(count)}" for tier, count in self.tier_bytes.items())
+        lines = [
+            f"{self.gradient} gradient: {self.prompt_tokens} prompt tokens in {self.chunks} chunk(s), "
+            f"{self.branches} branches of {self.response_tokens} tokens in {self.lanes} lane(s)",
+            f"time: {phases or 'none'}",
+            f"pages: {pages or 'none'}",
+        ]
+        if self.peak_device_bytes:
+            lines.append(f"peak device memory: {approximate_bytes(self.peak_device_bytes)}")
+        if self.retries:
+            lines.append(f"run again narrower after running out of memory: {self.retries} time(s)")
+        if self.stale_steps:
+            lines.append(f"state used {self.stale_steps} optimizer step(s) after its capture")
+        if self.drift_mean is not None:
+            lines.append(f"log-probs against the scored ones: mean {self.drift_mean:.2g}, largest {self.drift_max:.2g}")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

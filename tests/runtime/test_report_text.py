@@ -1,0 +1,20 @@
+"""A report printed: what a person looks for first, and nothing that did not happen."""
+
+from __future__ import annotations
+
+from longstraw import Report
+
+
+def test_a_printed_report_names_phases_tiers_and_what_went_wrong() -> None:
+    report = Report(
+        prompt_tokens=100, response_tokens=12, branches=3, chunks=2, lanes=1, seconds={"capture": 1.25, "sweep": 3.0},
+        tier_bytes={"host": 3 << 20}, retries=2, stale_steps=1, drift_mean=0.014, drift_max=0.5,
+    )  # fmt: skip
+    text = str(report)
+    for part in ("exact gradient: 100 prompt tokens", "capture 1.25 s", "sweep 3.00 s", "host", "2 time(s)", "0.014"):
+        assert part in text
+    assert "peak device memory" not in text
+
+
+def test_an_untroubled_report_is_three_lines() -> None:
+    assert len(str(Report()).splitlines()) == 3
