@@ -189,8 +189,8 @@ class CapturedPrompt:
         try:
             with torch.set_grad_enabled(purpose is Purpose.REPLAY), adapter.active(forward):
                 return adapter.run(forward, rows.input_ids_S, rows.positions_S), forward
-        except BaseException:
-            forward.__exit__(None, None, None)
+        except BaseException as error:
+            forward.__exit__(type(error), error, error.__traceback__)
             raise
 
     def backward_lane(self, forward: ForwardPass, packed_S2: Tensor, upstream_S2: Tensor) -> Exception | None:

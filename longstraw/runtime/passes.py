@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from longstraw.errors import StreamOrderError, UnsupportedModelError
+from longstraw.errors import PageLostError, StreamOrderError, UnsupportedModelError
 from longstraw.pagers.stalls import Stall
 from longstraw.pagers.stream import PageStream, Request
 from longstraw.pagers.trace import Tracer
@@ -124,9 +124,18 @@ class ForwardPass:
         self._forward = self._backward = None
         self.kept.clear()
         self._layers.clear()
+        lost: PageLostError | None = None
         for stream in streams:
-            stream.close()
+            # Both end, whatever the first says; and the error that ended the pass is the one to raise.
+            try:
+                stream.close()
+            except PageLostError as cause:
+                lost = lost or cause
             self.traffic.add_stream(stream)
+        if lost is not None and error is None:
+            raise lost
+        if lost is not None and error is not None:
+            error.add_note(f"while closing the pass: {lost}")
 
     def layer(self, spec: LayerSpec) -> LayerIO:
         """What layer `spec.index` works with in this pass. Called by its family each time that the layer runs.
