@@ -95,6 +95,17 @@ def seconds(function: Callable[[], Any], repeats: int = 3, warmup: int = 1) -> f
     return statistics.median(times)
 
 
+def matrix_rate() -> float:
+    """Operations a second of bfloat16 matrix products of 8,192 x 8,192 x 8,192 random values."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def products() -> None:
+        for _ in range(20):
+            a @ b
+
+    return 20 * 2.0 * 8192**3 / seconds(products)
+
+
 def free_memory() -> None:
     """Collect garbage and give torch's cache back, so that the next measurement starts alike."""
     gc.collect()

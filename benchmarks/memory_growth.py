@@ -32,8 +32,8 @@ def main() -> None:
         report = result["report"]
         record.add(
             "memory growth", layers=options.layers, prompt=prompt, group=options.group, response=options.response,
-            seconds=result["seconds"], peak_beyond_weights_gib=report["peak_beyond_weights_gib"],
-            tier_bytes=report["tier_bytes"], phases=report["seconds"],
+            seconds=result["seconds"], peak_beyond_weights_gib=result["peak_beyond_weights_gib"],
+            tier_bytes=report["tier_bytes"], settings=settings, report=report,
         )  # fmt: skip
 
 

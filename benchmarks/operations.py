@@ -46,6 +46,14 @@ def ordinary_row(shape: Shape, prompt: int, response: int) -> float:
     return linear + head + 4.5 * _attention(shape, row * row / 2)
 
 
+def replay_lanes(shape: Shape, prompt: int, responses: int, response: int, *, recompute: bool) -> float:
+    """Forward and backward of all lanes. Attention is computed once forward, recomputation or not."""
+    tokens = responses * response
+    linear = 2.0 * shape.linear_parameters * tokens * (1 + recompute + shape.backward_factor)
+    head = 2.0 * shape.head_parameters * tokens * (2 + shape.backward_factor)
+    return linear + head + 3.5 * _attention(shape, tokens * prompt + responses * response * response / 2)
+
+
 def exact_step(
     shape: Shape,
     prompt: int,
@@ -57,12 +65,9 @@ def exact_step(
     kept: bool,
     detached: bool = False,
 ) -> float:
-    """Capture, replay and sweep. Attention is computed once forward in replay, recomputation or not."""
-    tokens = responses * response
+    """Capture, replay and sweep."""
     capture = 2.0 * shape.linear_parameters * prompt + _attention(shape, prompt * prompt / 2)
-    replay = 2.0 * shape.linear_parameters * tokens * (1 + recompute_replay + shape.backward_factor)
-    replay += 2.0 * shape.head_parameters * tokens * (2 + shape.backward_factor)
-    replay += 3.5 * _attention(shape, tokens * prompt + responses * response * response / 2)
+    replay = replay_lanes(shape, prompt, responses, response, recompute=recompute_replay)
     if detached:
         return capture + replay
     sweep = 2.0 * shape.linear_parameters * prompt * (1 + recompute_sweep + shape.backward_factor)

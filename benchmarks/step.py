@@ -2,6 +2,8 @@
 
     python -m benchmarks.step --prompt 32768 --group 8 --response 1024 --lora
 
+Without `--lora` all weights are trained, and each step ends with one of SGD.
+
 Ordinary: the prompt repeated for each response, one row at a time, activation checkpointing, cuDNN or flash attention.
 Rows are alike, so `--ordinary-rows` of them are timed and the time is scaled to the group.
 Packed: one row of the prompt and all responses under a compiled FlexAttention mask, activation checkpointing.
@@ -17,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.common import Record, free_memory, qwen3, random_group
-from benchmarks.operations import exact_step, ordinary_row, qwen3_8b
+from benchmarks.common import Record, free_memory, matrix_rate, qwen3, random_group
+from benchmarks.operations import exact_step, ordinary_row, qwen3_8b, replay_lanes
 from longstraw import Runtime
 
 
@@ -27,8 +29,18 @@ def loss_of(logprobs: Tensor, advantage: float, tokens: int) -> Tensor:
     return -(logprobs * advantage).sum() / tokens
 
 
+def sgd(model: Any, lora: bool) -> torch.optim.Optimizer | None:
+    """The step that ends each way of training all weights; LoRA's is too small to count."""
+    return None if lora else torch.optim.SGD(model.parameters(), lr=1e-9)
+
+
 def measure_ours(
-    model: Any, ids: Tensor, responses: list[Tensor], settings: dict[str, Any], repeats: int
+    model: Any,
+    ids: Tensor,
+    responses: list[Tensor],
+    settings: dict[str, Any],
+    repeats: int,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
     """The last of `repeats` transactions of one runtime: the first also pins memory and plans kernels."""
     total = sum(len(r) for r in responses)
@@ -43,14 +55,18 @@ def measure_ours(
                 for lane in transaction.replay(responses):
                     parts = [loss_of(lp, (-1.0) ** i, total) for i, lp in zip(lane.indices, lane.logprobs, strict=True)]
                     lane.backward(sum(parts[1:], parts[0]))
+            if optimizer is not None:
+                optimizer.step()
             torch.cuda.synchronize()
             walls.append(time.perf_counter() - start)
         report = transaction.report.to_dict()
-        report["peak_beyond_weights_gib"] = (report["peak_device_bytes"] - before) / 2**30
-    return {"seconds": walls[-1], "all_seconds": walls, "report": report}
+    peak = (report["peak_device_bytes"] - before) / 2**30
+    return {"seconds": walls[-1], "all_seconds": walls, "peak_beyond_weights_gib": peak, "report": report}
 
 
-def measure_ordinary(model: Any, ids: Tensor, responses: list[Tensor], rows: int) -> dict[str, Any]:
+def measure_ordinary(
+    model: Any, ids: Tensor, responses: list[Tensor], rows: int, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
     total = sum(len(r) for r in responses)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.set_attn_implementation("sdpa")
@@ -75,14 +91,26 @@ def measure_ordinary(model: Any, ids: Tensor, responses: list[Tensor], rows: int
     base.gradient_checkpointing_disable()
     if hasattr(model, "get_base_model"):
         base.disable_input_require_grads()
+    step = 0.0
+    if optimizer is not None:
+        start = time.perf_counter()
+        optimizer.step()
+        torch.cuda.synchronize()
+        step = time.perf_counter() - start
     return {
         "row_seconds": times,
-        "seconds": min(times) * len(responses),
+        "seconds": min(times) * len(responses) + step,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
 
 
-def measure_packed(model: Any, ids: Tensor, responses: list[Tensor], repeats: int) -> dict[str, Any]:
+def measure_packed(
+    model: Any,
+    ids: Tensor,
+    responses: list[Tensor],
+    repeats: int,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
     from torch.nn.attention.flex_attention import create_block_mask
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -118,6 +146,8 @@ def measure_packed(model: Any, ids: Tensor, responses: list[Tensor], repeats: in
         chosen = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         (-(chosen * signs).sum() / total).backward()
         del hidden, logits, chosen
+        if optimizer is not None:
+            optimizer.step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     base.gradient_checkpointing_disable()
@@ -162,6 +192,8 @@ def main() -> None:
     record = Record(options.out)
     model = qwen3(options.layers, "cuda", torch.bfloat16, options.lora)
     shape = qwen3_8b(options.layers, options.lora)
+    optimizer = sgd(model, options.lora)
+    matrix = matrix_rate()
     for prompt in options.prompt:
         for group in options.group:
             ids, responses = random_group(prompt, group, options.response, 151_936)
@@ -184,7 +216,7 @@ def main() -> None:
                         "checkpoint": {"auto": "auto", "true": True, "false": False}[options.checkpoint],
                     },
                 }
-                result = measure_ours(model, ids, responses, settings, options.repeats)
+                result = measure_ours(model, ids, responses, settings, options.repeats, optimizer)
                 mine = gradients(model)
                 report = result["report"]
                 count = exact_step(
@@ -192,14 +224,22 @@ def main() -> None:
                     recompute_replay=report["checkpoint_replay"], recompute_sweep=report["checkpoint_sweep"],
                     kept=report["kept_output_layers"] > 0, detached=way == "detached",
                 )  # fmt: skip
-                record.add(f"step, ours ({way})", **common, **result, operations=count,
-                           tflops=count / result["seconds"] / 1e12)  # fmt: skip
+                replayed = replay_lanes(shape, prompt, group, options.response, recompute=report["checkpoint_replay"])
+                rate = replayed / (report["seconds"]["replay"] + report["seconds"]["backward"])
+                record.add(
+                    f"step, ours ({way})", **common, **result, settings=settings, operations=count,
+                    tflops=count / result["seconds"] / 1e12, replay_tflops=rate / 1e12, matrix_tflops=matrix / 1e12,
+                    replay_share_of_matrix_rate=rate / matrix,
+                )  # fmt: skip
             if not options.compare:
                 mine = {}
             if options.packed:
-                record.add(
-                    "step, packed shared prefix", **common, **measure_packed(model, ids, responses, options.packed)
-                )
+                try:
+                    result = measure_packed(model, ids, responses, options.packed, optimizer)
+                except torch.OutOfMemoryError as error:
+                    # How far the packed step goes is a figure too.
+                    result = {"out_of_memory": str(error).splitlines()[0]}
+                record.add("step, packed shared prefix", **common, **result)
                 theirs = gradients(model)
                 if mine and options.packed == 1:
                     record.add(
@@ -209,7 +249,7 @@ def main() -> None:
             mine = {}
             if options.ordinary_rows:
                 count = ordinary_row(shape, prompt, options.response)
-                result = measure_ordinary(model, ids, responses, options.ordinary_rows)
+                result = measure_ordinary(model, ids, responses, options.ordinary_rows, optimizer)
                 record.add("step, ordinary", **common, **result, operations=count * group,
                            tflops=count / min(result["row_seconds"]) / 1e12)  # fmt: skip
                 gradients(model)
