@@ -126,6 +126,9 @@ class Runtime:
         Raises TransactionStateError inside a transaction or `accumulate()`.
         """
         self._engine.close()
+        for engine in self._references.values():
+            engine.lockstep.close()
+        self._references.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ import psutil
 
 from longstraw.doctor.finding import Finding, bad, good, note
 from longstraw.pagers import limits
+from longstraw.pagers.installed import hot_add, uncounted_bytes
 from longstraw.resident.placement import format_bytes
 
 _SMALL = 2 << 30
@@ -16,6 +17,13 @@ def examine_memory() -> list[Finding]:
     machine = psutil.virtual_memory()
     free = limits.free_host_bytes()
     found = [good("memory", f"{format_bytes(machine.available)} of {format_bytes(machine.total)} available")]
+    more, source = uncounted_bytes(machine.total), hot_add()
+    if more:
+        text = f"{format_bytes(more)} more are online; the kernel counts them as they are first used, budgets do now"
+        found.append(good("memory", text))
+    if source is not None:
+        text = f"{source} may add memory while the machine runs: budgets above what it has now are not refused"
+        found.append(note("memory", text, "give the host tier a budget: auto takes from what is there now"))
     for folder, limit, used in limits.cgroup_limits():
         found.append(good("memory", f"container limit {format_bytes(limit)}, {format_bytes(used)} used ({folder})"))
     if free < _SMALL:

@@ -18,6 +18,9 @@ REGISTER_BYTES = 256 << 20
 """Bytes registered with CUDA in one call. A copy must not cross from one such slice into the next."""
 WORKERS = 8
 """Slices that are faulted in and registered at once. The kernel clears pages at about 1.3 GB/s on one thread."""
+_MAP_NORESERVE = 0x4000
+"""Python 3.12's mmap has no name for it. Without, the kernel refuses a mapping larger than its count of the machine's
+memory, which some machines only reach as memory is used; what is free was looked at before."""
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -50,7 +53,7 @@ class HostArena:
                 f"lower the host tier's tiers[i].budget to {format_bytes(free)} or less, or raise the limit"
             )
         try:
-            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         except (OSError, ValueError, OverflowError) as cause:
             raise CapacityError(
                 f"the machine does not give {format_bytes(nbytes)} of host memory ({cause}); "

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 
+from longstraw.pagers.installed import uncounted_bytes
 from longstraw.resident.placement import format_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -16,7 +17,8 @@ _CAP_IPC_LOCK = 14
 
 def free_host_bytes() -> int:
     """Bytes that this process may still take from the host, the limits of its container included."""
-    free = psutil.virtual_memory().available
+    machine = psutil.virtual_memory()
+    free = machine.available + uncounted_bytes(machine.total)
     for _, limit, used in cgroup_limits():
         free = min(free, limit - used)
     return max(free, 0)
@@ -24,7 +26,13 @@ def free_host_bytes() -> int:
 
 def total_host_bytes() -> int:
     """The most that this process could ever have: the machine's memory, or the least of its containers' limits."""
-    return min([psutil.virtual_memory().total, *(limit for _, limit, _ in cgroup_limits())])
+    return min([machine_bytes(), *(limit for _, limit, _ in cgroup_limits())])
+
+
+def machine_bytes() -> int:
+    """The machine's memory, with what its kernel counts only as it is used."""
+    total = psutil.virtual_memory().total
+    return total + uncounted_bytes(total)
 
 
 def cgroup_limits() -> list[tuple[Path, int, int]]:
@@ -105,7 +113,10 @@ def describe_locked_limit() -> str:
 def describe_host_limits() -> str:
     """For messages: free host memory, and the control groups that make it less than the machine's."""
     machine = psutil.virtual_memory()
-    parts = [f"{format_bytes(machine.available)} of the machine's {format_bytes(machine.total)} are available"]
+    more = uncounted_bytes(machine.total)
+    parts = [
+        f"{format_bytes(machine.available + more)} of the machine's {format_bytes(machine.total + more)} are available"
+    ]
     for folder, limit, used in cgroup_limits():
         parts.append(f"the container's limit ({folder}) is {format_bytes(limit)}, {format_bytes(used)} of it used")
     return ", ".join(parts)
@@ -120,5 +131,6 @@ def numa_nodes() -> dict[int, int]:
             # "Node 0 MemFree:  123 kB"
             fields = {line.split()[2].rstrip(":"): int(line.split()[3]) << 10 for line in info.read_text().splitlines()}
             if fields.get("MemTotal"):
-                found[int(folder.name[4:])] = fields.get("MemFree", 0) + fields.get("FilePages", 0)
+                free = fields.get("MemFree", 0) + fields.get("FilePages", 0)
+                found[int(folder.name[4:])] = free + uncounted_bytes(fields["MemTotal"], folder)
     return found

@@ -165,6 +165,11 @@ class Lockstep:
             self._move(StepState.IDLE)
         return True
 
+    def close(self) -> None:
+        """No step will follow: another may have the group that messages went over, unless a pass broke off."""
+        if self._ranks is not None and self.state is StepState.IDLE:
+            self._ranks.close()
+
     def end(self, *, has_gradient: bool) -> bool:
         """This rank has no more work in the step; returns when that is true of all ranks.
 

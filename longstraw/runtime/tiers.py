@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from longstraw.config import AUTO, Config, HostTier, NvmeTier, Tier
+from longstraw.config import AUTO, Config, DeviceTier, HostTier, NvmeTier, Tier
 from longstraw.errors import ConfigError
 from longstraw.pagers import debug
 from longstraw.pagers.debug import DelayedPager
 from longstraw.pagers.device import DevicePager
 from longstraw.pagers.engines import EngineSettings
 from longstraw.pagers.host import HostPager
-from longstraw.pagers.limits import total_host_bytes
+from longstraw.pagers.installed import hot_add
+from longstraw.pagers.limits import machine_bytes, total_host_bytes
 from longstraw.pagers.numa import choose_node
 from longstraw.pagers.nvme import NvmePager
 from longstraw.pagers.protocol import Pager
@@ -47,9 +49,7 @@ def build_store(config: Config, device: torch.device) -> PageStore:
         else:
             pagers.append(DevicePager(budget, device))
     if debug.enabled():
-        return PageStore(
-            [DelayedPager(pager) for pager in pagers], page_rows=config.pages.tokens, poison=debug.poison
-        )
+        return PageStore([DelayedPager(pager) for pager in pagers], page_rows=config.pages.tokens, poison=debug.poison)
     return PageStore(pagers, page_rows=config.pages.tokens)
 
 
@@ -82,18 +82,29 @@ def _named(index: int) -> Iterator[None]:
 
 def _check_possible(tier: Tier, index: int, budget: int, device: torch.device) -> None:
     """Raise ConfigError for a budget above what there is when everything is free. What is not free now is told when
-    pages are reserved, which may be later."""
+    pages are reserved, which may be later. Of memory that may still be added nobody knows how much it can be: then it
+    is a RuntimeWarning."""
     if isinstance(tier, NvmeTier):
         most, what = shutil.disk_usage(tier.path).total, f"the filesystem of {tier.path}"
     elif isinstance(tier, HostTier) or device.type != "cuda":
         most, what = total_host_bytes(), "this machine, or its container's limit,"
     else:
         most, what = torch.cuda.get_device_properties(device).total_memory, f"{device}"
-    if budget > most:
+    if budget <= most:
+        return
+    hosts = isinstance(tier, HostTier) or (isinstance(tier, DeviceTier) and device.type != "cuda")
+    source = hot_add() if hosts and most == machine_bytes() else None
+    if source is None:
         raise ConfigError(
             f"tiers[{index}].budget: {format_bytes(budget)} can never be had: {what} has {format_bytes(most)} in all; "
             "lower it, or write auto"
         )
+    warnings.warn(
+        f"tiers[{index}].budget: {format_bytes(budget)} is more than the {format_bytes(most)} that this machine has; "
+        f"{source} may add to it while it runs. A prompt that needs more than there is then is refused",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def resolve_budget(tier: Tier, slower: tuple[Tier, ...], device: torch.device) -> int:
