@@ -1,4 +1,4 @@
-"""Pools of two and of four processes, shared by all tests."""
+"""Pools of two and of four processes on CPUs, and of two on a GPU each, shared by all tests."""
 
 from __future__ import annotations
 
@@ -27,5 +27,12 @@ def two() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def four() -> Iterator[Pool]:
     pool = Pool(4)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def gpus() -> Iterator[Pool]:
+    pool = Pool(2, "cuda")
     yield pool
     pool.stop()

@@ -1,4 +1,4 @@
-"""Real processes over gloo that run one function after another; a hang or a failure ends them all."""
+"""Real processes over gloo or NCCL that run one function after another; a hang or a failure ends them all."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _work(rank: int, world: int, port: int, calls: Any, results: Any) -> None:
+def _work(rank: int, world: int, port: int, device: str, calls: Any, results: Any) -> None:
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "DS_ACCELERATOR": "cpu",
+        "DS_ACCELERATOR": device,
     }  # fmt: skip
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        # Convolutions are rounded to TensorFloat-32 by default, which float32 tolerances do not allow for.
+        torch.backends.cudnn.allow_tf32 = False
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("gloo")
     while (call := calls.get()) is not None:
         function, args, kwargs = call
         try:
@@ -40,10 +46,13 @@ def _work(rank: int, world: int, port: int, calls: Any, results: Any) -> None:
 
 
 class Pool:
-    """`world` processes in one gloo group. Started at the first call, and again after a failure."""
+    """`world` processes in one group: over gloo on CPUs, over NCCL on a CUDA device each.
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    Started at the first call, and again after a failure.
+    """
+
+    def __init__(self, world: int, device: str = "cpu") -> None:
+        self.world, self.device = world, device
         self._processes: list[Any] = []
         self._calls: list[Any] = []
         self._results: Any = None
@@ -54,7 +63,7 @@ class Pool:
         self._results = context.Queue()
         self._calls = [context.Queue() for _ in range(self.world)]
         self._processes = [
-            context.Process(target=_work, args=(rank, self.world, port, calls, self._results), daemon=True)
+            context.Process(target=_work, args=(rank, self.world, port, self.device, calls, self._results), daemon=True)
             for rank, calls in enumerate(self._calls)
         ]
         for process in self._processes:

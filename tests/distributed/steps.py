@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -41,8 +42,15 @@ KINDS: dict[str, dict[str, Any]] = {
 """A dense model, a hybrid and a mixture of experts."""
 
 
+def here() -> torch.device:
+    """Where this process computes: its GPU in a group over NCCL, else the CPU."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def build_kind(kind: str, **options: Any) -> Any:
-    """A tiny model of `KINDS` in float32."""
+    """A tiny model of `KINDS` in float32, on the CPU."""
     return build(kind, dtype=torch.float32, **(KINDS[kind] | options))
 
 
@@ -107,7 +115,7 @@ def relative(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor |
             errors[name] = 0.0 if not zero or not zero[0].any() else float("inf")
             continue
         scale = max(float(want.double().norm()), 1e-3 * whole)
-        errors[name] = float((got.double().cpu() - want.double()).norm()) / scale
+        errors[name] = float((got.double().cpu() - want.double().cpu()).norm()) / scale
     return errors
 
 
@@ -118,6 +126,9 @@ def plain_training(
 
     With `settings`, the same by the runtime in one process.
     """
+    if settings is not None:
+        # What is compared is the runtime with itself, so let it be on the same device.
+        model.to(here())
     optimizer = make_optimizer(model)
     first: dict[str, Any] = {}
     runtime = None if settings is None else Runtime(model, settings)

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.steps import CLIP, Held, hold, make_optimizer
+from tests.distributed.steps import CLIP, Held, here, hold, make_optimizer
 
 
 def ddp(model: nn.Module) -> Held:
-    return hold(model, DistributedDataParallel(model))
+    return hold(model, DistributedDataParallel(model.to(here())))
 
 
 def fsdp2(
@@ -28,13 +28,14 @@ def fsdp2(
     mesh: Any = None,
 ) -> Held:
     """Each decoder layer a unit (`nested`: its MLP another one), and the rest in the root; or the head a unit too."""
+    model.to(here())
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     units = [layer.mlp for layer in base.model.layers] if nested else []
     units += [*base.model.layers, *([base.lm_head] if head else [])]
     for unit in [*units, model]:
         fully_shard(
             unit,
-            mesh=mesh or init_device_mesh("cpu", (dist.get_world_size(),)),
+            mesh=mesh or init_device_mesh(here().type, (dist.get_world_size(),)),
             reshard_after_forward=reshard,
             mp_policy=policy or MixedPrecisionPolicy(),
             offload_policy=offload or OffloadPolicy(),
@@ -44,7 +45,7 @@ def fsdp2(
 
 def fsdp2_hybrid(model: Any) -> Held:
     """Replicas of two shards each."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(here().type, (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
     return fsdp2(model, mesh=mesh)
 
 
@@ -60,8 +61,10 @@ def zero(
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
-    # A collective of DeepSpeed's own for CPUs, compiled at first use: gloo serves as well, and needs no compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if here().type == "cpu":
+        # A collective of DeepSpeed's own, compiled at first use: gloo serves as well, and needs no compiler.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    model.to(here())
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulated,

@@ -122,6 +122,8 @@ def plain_logprobs(
 
     `row_tokens` pads the row on the right, where causality hides it from every token that counts.
     """
+    device = next(model.parameters()).device
+    prompt, response = prompt.to(device), response.to(device)
     row = torch.cat([prompt, response])
     if row_tokens is not None:
         row = torch.cat([row, row.new_zeros(row_tokens - len(row))])
