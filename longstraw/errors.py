@@ -46,5 +46,9 @@ class RankFailedError(LongstrawError):
     """Another rank failed in this step, so that this one cannot go on. The message carries that rank's error."""
 
 
+class KernelMismatchError(LongstrawError):
+    """A fused kernel's first result on this machine was not that of its plain version; nothing was computed with it."""
+
+
 class GradientMismatchError(LongstrawError):
     """`verify` found a parameter whose gradient differs from plain autograd by more than the tolerance."""

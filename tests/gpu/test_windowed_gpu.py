@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longstraw import Runtime
-from longstraw.kernels.attention.merge import PartialMerge
+from longstraw.kernels.attention.running import PartialMerge
 from longstraw.kernels.windowed.ops import BandedOps, CudaFlashWindowOps, choose_window_ops
 from tests.families.windowed_models import windowed_model
 from tests.parity.models import gradients, make_group, paged_step, plain_step, settings

@@ -1,4 +1,4 @@
-"""Merging partial attention outputs by their log-sum-exp, in float32 or better."""
+"""What is summed over a prefix's blocks, in torch's operations: outputs by their log-sum-exp, and gradients."""
 
 from __future__ import annotations
 
@@ -22,42 +22,34 @@ def sink_gradient(grad_BHSD: Tensor, out_BHSD: Tensor, lse_BHS: Tensor, sinks_H:
     return -(p * delta).sum((0, 2)).to(sinks_H.dtype)
 
 
-class PartialMerge:
-    """A running softmax over disjoint sets of keys (the rule of online softmax, arXiv 1805.02867, section 3).
+def merge_parts(
+    out_BHSD: Tensor, lse_BHS: Tensor, part_BHSD: Tensor, part_lse_BHS: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Two partial results over disjoint keys as one (the rule of online softmax, arXiv 1805.02867, section 3).
 
-    Two partial results (o1, l1), (o2, l2) of the same queries combine to l = log(e^l1 + e^l2) and
-    o = o1 e^(l1 - l) + o2 e^(l2 - l). The order of `add` decides the rounding, so callers add in token order.
+    (o1, l1), (o2, l2) of the same queries combine to l = log(e^l1 + e^l2) and o = o1 e^(l1 - l) + o2 e^(l2 - l), in the
+    merge dtype of the part.
+
+    Returns:
+        the output [B, H, S, D] in `dtype`, and its log-sum-exp [B, H, S] in the merge dtype.
     """
+    wide = merge_dtype(part_BHSD.dtype)
+    lse_BHS, part_lse_BHS = lse_BHS.to(wide), part_lse_BHS.to(wide)
+    lse = torch.logaddexp(lse_BHS, part_lse_BHS)
+    # lerp(old, new, w) = old + w (new - old), with w = e^(l_new - l): one pass over the wide tensors.
+    weight = (part_lse_BHS - lse).exp_().unsqueeze(-1)
+    return torch.lerp(out_BHSD.to(wide), part_BHSD.to(wide), weight).to(dtype), lse
 
-    def __init__(self) -> None:
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
 
-    def add(self, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
-        """Take in one partial output [B, H, S, D] with its log-sum-exp [B, H, S]."""
-        wide = merge_dtype(out_BHSD.dtype)
-        out_BHSD, lse_BHS = out_BHSD.to(wide), lse_BHS.to(wide)
-        if self._out is None or self._lse is None:
-            self._out, self._lse = out_BHSD, lse_BHS
-            return
-        lse = torch.logaddexp(self._lse, lse_BHS)
-        # lerp(old, new, w) = old + w (new - old), with w = e^(l_new - l): one pass over the wide tensors.
-        weight = (lse_BHS - lse).exp_().unsqueeze(-1)
-        self._out = torch.lerp(self._out, out_BHSD, weight)
-        self._lse = lse
+def add_parts(total_BHSD: Tensor, part_BHSD: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum in `dtype` of two tensors, added in the merge dtype of the part; a total in that dtype is overwritten."""
+    return total_BHSD.to(merge_dtype(part_BHSD.dtype)).add_(part_BHSD).to(dtype)
 
-    def add_sink(self, sinks_H: Tensor) -> None:
-        """Take in a key without a value, of score `sinks_H` [H] for every query (gpt-oss's attention sinks).
 
-        It belongs to the whole softmax, so it is added once, after all keys.
-        """
-        assert self._out is not None, "nothing was added"
-        assert self._lse is not None
-        lse = torch.logaddexp(self._lse, sinks_H.to(self._lse.dtype)[None, :, None])
-        self._out = self._out * (self._lse - lse).exp_().unsqueeze(-1)
-        self._lse = lse
-
-    def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The merged output in `dtype`, and its log-sum-exp in the merge dtype, contiguous."""
-        assert self._out is not None and self._lse is not None, "nothing was added"
-        return self._out.to(dtype), self._lse.contiguous()
+def add_pair(k_into: Tensor, v_into: Tensor, dk_BKTD: Tensor, dv_BKTD: Tensor, *, overwrite: bool) -> None:
+    """Add two gradients to two tensors in place, or write them there."""
+    for into, gradient in ((k_into, dk_BKTD), (v_into, dv_BKTD)):
+        if overwrite:
+            into.copy_(gradient)
+        else:
+            into.add_(gradient)

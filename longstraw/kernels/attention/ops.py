@@ -118,7 +118,7 @@ class CudaFlashOps:
         dq, dk, dv = aten._flash_attention_backward(
             *rows, lse[0].contiguous(), starts, starts, longest, longest, 0.0, True,
             _no_seed(q), _no_seed(q), scale=scale,
-        )
+        )  # fmt: skip
         return dq.transpose(0, 1)[None], dk.transpose(0, 1)[None], dv.transpose(0, 1)[None]
 
 

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from longstraw.kernels.attention.merge import PartialMerge, sink_gradient
+from longstraw.kernels.attention.merge import sink_gradient
 from longstraw.kernels.attention.ops import AttentionOps
 from longstraw.kernels.attention.rows import add_kv_gradient, kv_views
+from longstraw.kernels.attention.running import PartialMerge, RunningSum
 from longstraw.kernels.rows import RowBlock
 
 
@@ -118,22 +119,22 @@ class _PagedAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         ops: AttentionOps = ctx.ops
         wide = lse.dtype
-        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+        dq = RunningSum()
         with closing(ctx.pages.backward_blocks()) as blocks:
             for block in blocks:
                 prefix_k, prefix_v = kv_views(block.rows_TC, k.shape[1], k.shape[3])
                 dq_part, dk_part, dv_part = ops.backward(
                     grad, q, prefix_k, prefix_v, out, lse, causal=False, scale=ctx.scale
                 )
-                dq += dq_part
+                dq.add(dq_part)
                 if block.gradient is not None:
                     add_kv_gradient(block.gradient, dk_part, dv_part)
         dq_own, dk, dv = ops.backward_packed(grad, q, k, v, out, lse, ctx.lengths, scale=ctx.scale)
-        dq += dq_own
+        dq.add(dq_own)
         dk, dv = dk.to(wide), dv.to(wide)
         _add_own_gradient(ctx.pages, dk, dv)
         d_sinks = sink_gradient(grad, out, lse, sinks) if ctx.needs_input_grad[3] else None
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None, None
+        return dq.result(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None, None
 
 
 class _StateOnly(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from longstraw.kernels.attention.sums import sums_for
 from longstraw.kernels.rows import RowGradient
 
 
@@ -18,9 +19,4 @@ def kv_views(rows_TC: Tensor, num_kv_heads: int, head_dim: int) -> tuple[Tensor,
 def add_kv_gradient(into: RowGradient, dk_BKTD: Tensor, dv_BKTD: Tensor) -> None:
     """Add the gradients of a block's keys and values, [1, num_kv_heads, T, head_dim] each, in any floating dtype."""
     k_into, v_into = kv_views(into.rows_TC, dk_BKTD.shape[1], dk_BKTD.shape[3])
-    if into.overwrite:
-        k_into.copy_(dk_BKTD)
-        v_into.copy_(dv_BKTD)
-    else:
-        k_into.add_(dk_BKTD)
-        v_into.add_(dv_BKTD)
+    sums_for(dk_BKTD).add_pair(k_into, v_into, dk_BKTD, dv_BKTD, overwrite=into.overwrite)

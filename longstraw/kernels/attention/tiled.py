@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from longstraw.kernels.attention.branches import BranchByBranch
-from longstraw.kernels.attention.merge import PartialMerge, merge_dtype
+from longstraw.kernels.attention.merge import merge_dtype
+from longstraw.kernels.attention.running import PartialMerge
 from longstraw.kernels.attention.tile import softmax_delta, tile_backward, tile_forward
 
 TILE = 2048

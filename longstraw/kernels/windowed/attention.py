@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from longstraw.kernels.attention.merge import PartialMerge, merge_dtype, sink_gradient
+from longstraw.kernels.attention.merge import merge_dtype, sink_gradient
+from longstraw.kernels.attention.running import PartialMerge
 from longstraw.kernels.windowed.ops import WindowOps
 from longstraw.kernels.windowed.slide import Slide
 
