@@ -24,7 +24,10 @@ def examine_gpus() -> list[Finding]:
         return [note("gpu", "NVML cannot be asked for links and nodes", "pip install 'longstraw[cuda]'")]
     import pynvml
 
-    pynvml.nvmlInit()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as refusal:
+        return [note("gpu", f"NVML cannot be asked ({refusal})", "run nvidia-smi; give the container libnvidia-ml")]
     try:
         found = [good("gpu", f"driver {pynvml.nvmlSystemGetDriverVersion()}, CUDA {torch.version.cuda} in torch")]
         for index in range(torch.cuda.device_count()):
@@ -37,9 +40,7 @@ def examine_gpus() -> list[Finding]:
 def _examine_one(nvml: Any, index: int) -> list[Finding]:
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    found = [
-        good("gpu", f"cuda:{index} {properties.name}: {format_bytes(free)} of {format_bytes(total)} free")
-    ]
+    found = [good("gpu", f"cuda:{index} {properties.name}: {format_bytes(free)} of {format_bytes(total)} free")]
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
         found.append(_link(nvml, handle, index))

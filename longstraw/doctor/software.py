@@ -7,13 +7,13 @@ import importlib.util
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 from longstraw.doctor.finding import Finding, bad, good, note
 from longstraw.errors import UnsupportedModelError
 from longstraw.kernels.gated_delta.choose import choose_rule
+from longstraw.pagers.engines.kvikio import DRIVER
 
 _TORCH = ((2, 11), (2, 14))
 _PYTHON = ((3, 11), (3, 13))
@@ -69,7 +69,7 @@ def _libaio() -> Finding:
 
 
 def _gds() -> Finding:
-    if Path("/proc/driver/nvidia-fs/stats").exists():
+    if DRIVER.exists():
         return good("gds", "the kernel module nvidia-fs is loaded")
     return note(
         "gds",

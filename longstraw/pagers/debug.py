@@ -13,7 +13,7 @@ import torch
 
 from longstraw.errors import ConfigError
 from longstraw.pagers.protocol import Extent, Pager
-from longstraw.pagers.transfer import Transfer
+from longstraw.pagers.transfer import Transfer, record
 
 VARIABLE = "LONGSTRAW_DEBUG"
 POISON = 0xFF
@@ -38,8 +38,9 @@ def poison(pager: Pager, extent: Extent) -> None:
         view.fill_(POISON)
         return
     source = torch.full((min(extent.nbytes, _PIECE),), POISON, dtype=torch.uint8, device=pager.device)
+    filled = record(pager.device)  # the copies go on another stream
     for at in range(0, extent.nbytes, _PIECE):
-        pager.write(extent, at, source[: min(_PIECE, extent.nbytes - at)]).result()
+        pager.write(extent, at, source[: min(_PIECE, extent.nbytes - at)], (filled,)).result()
 
 
 class Delay:

@@ -59,7 +59,10 @@ def _next_to(device: torch.device, nodes: dict[int, int]) -> Binding:
         return Binding(node=None, why="NVML cannot be asked: pip install 'longstraw[cuda]'")
     import pynvml
 
-    pynvml.nvmlInit()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as refusal:
+        return Binding(node=None, why=f"NVML cannot be asked ({refusal})")
     try:
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         words = max(nodes) // _BITS + 1

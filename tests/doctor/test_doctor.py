@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from longstraw.doctor import Level, disks, examine, memory, probe
+from longstraw.doctor import Level, disks, examine, gpus, memory, probe
 from longstraw.doctor.finding import Finding
-from longstraw.pagers import limits
+from longstraw.pagers import limits, numa
 from longstraw.pagers.engines import EngineSettings
 from longstraw.pagers.engines.record import record_path, recorded_rates
 from longstraw.pagers.run_directory import RunDirectory
@@ -87,6 +90,27 @@ def test_memory_that_poses_as_a_disk() -> None:
     if not shm.is_dir():
         pytest.skip("no /dev/shm here")
     assert any(f.level is Level.BAD and "not a disk" in f.text for f in disks.examine_disk(shm))
+
+
+def test_a_library_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may have the GPU and not the driver's management library."""
+
+    class NVMLError(Exception):
+        pass
+
+    def refuse() -> None:
+        raise NVMLError("NVML Shared Library Not Found")
+
+    module = types.SimpleNamespace(NVMLError=NVMLError, nvmlInit=refuse)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: module if name == "pynvml" else real(name, *a))
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (found,) = gpus.examine_gpus()
+    assert found.level is Level.NOTE
+    assert "Shared Library Not Found" in found.text
+    monkeypatch.setattr(numa, "numa_nodes", lambda: {0: 1 << 30, 1: 1 << 30})
+    assert "Shared Library Not Found" in numa.choose_node("auto", torch.device("cuda", 0)).why
 
 
 def test_probe_leaves_a_record_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -12,13 +13,14 @@ import torch
 
 from longstraw.errors import ConfigError
 from longstraw.pagers import DevicePager, HostPager, NvmePager, PageStream, Request, StagingPool, debug
-from longstraw.pagers.debug import DelayedPager
-from longstraw.pagers.transfer import EventTransfer, ThreadTransfer
+from longstraw.pagers.debug import Delay, DelayedPager
 from longstraw.resident import Access, Field, PageStore, Reservation, Segment, State, StateKind
+from longstraw.resident.lease import Lease
 
 CPU = torch.device("cpu")
 ROWS, PAGE = 300, 16
 KV = State(StateKind.TOKEN, 0, "kv", (Field("k", (4, 8)),), "float32")
+HOLD = Lease.hold
 
 
 @pytest.fixture
@@ -102,10 +104,32 @@ def test_200_runs_give_the_same_bits(on_disk: PageStore) -> None:
         assert torch.equal(passes(on_disk, CPU, seed), expected())
 
 
+def hold_without_waiting(lease: Lease) -> None:
+    """The guard taken away: a lease that hands its rows out before they have come."""
+    reads, lease._reads = lease._reads, ()
+    HOLD(lease)
+    lease._reads = reads
+
+
+def count_delays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many delays were put in."""
+    counted, lock, real = [0], threading.Lock(), Delay.order
+
+    def order(self: Delay, stream: torch.cuda.Stream | None) -> None:
+        with lock:
+            counted[0] += 1
+        real(self, stream)
+
+    monkeypatch.setattr(Delay, "order", order)
+    return counted
+
+
 def test_without_the_wait_wrong_bytes_are_seen(on_disk: PageStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadTransfer, "wait", lambda self: None)
+    delays = count_delays(monkeypatch)
+    monkeypatch.setattr(Lease, "hold", hold_without_waiting)
     wrong = sum(not torch.equal(passes(on_disk, CPU, seed), expected()) for seed in range(5))
     assert wrong == 5
+    assert delays[0] >= sum(on_disk.reads.values()) + sum(on_disk.writes.values()) > 100
 
 
 @pytest.mark.parametrize("tier", [0, 1, 2])
@@ -156,23 +180,19 @@ def test_slots_are_handed_out_as_nan(debugging: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("budgets", [(0, 1 << 24, 0), (0, 0, 1 << 24), (20_000, 20_000, 1 << 24)])
-def test_on_a_gpu_200_runs_give_the_same_bits(tmp_path: Path, debugging: None, budgets: tuple[int, int, int]) -> None:
-    cuda = torch.device("cuda", torch.cuda.current_device())
-    store = make_store(tmp_path, cuda, budgets)
-    for seed in range(200):
-        assert torch.equal(passes(store, cuda, seed).cpu(), expected())
-    for pager in store.pagers:
-        pager.close()
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_without_the_wait_wrong_bytes_are_seen(
-    tmp_path: Path, debugging: None, monkeypatch: pytest.MonkeyPatch
+def test_on_a_gpu_200_runs_give_the_same_bits_and_without_the_wait_none_does(
+    tmp_path: Path, debugging: None, monkeypatch: pytest.MonkeyPatch, budgets: tuple[int, int, int]
 ) -> None:
     cuda = torch.device("cuda", torch.cuda.current_device())
-    store = make_store(tmp_path, cuda, (0, 1 << 24, 0))
-    monkeypatch.setattr(EventTransfer, "wait", lambda self: None)
-    wrong = sum(not torch.equal(passes(store, cuda, seed).cpu(), expected()) for seed in range(5))
-    assert wrong > 0
+    store, delays = make_store(tmp_path, cuda, budgets), count_delays(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lease, "hold", hold_without_waiting)
+        wrong = sum(not torch.equal(passes(store, cuda, seed).cpu(), expected()) for seed in range(5))
+    assert wrong >= 4, "the delays are too short to show a missing wait"
+    before, copies = delays[0], sum(store.reads.values()) + sum(store.writes.values())
+    for seed in range(200):
+        assert torch.equal(passes(store, cuda, seed).cpu(), expected())
+    copies = sum(store.reads.values()) + sum(store.writes.values()) - copies
+    assert delays[0] - before >= copies > 200 * 20
     for pager in store.pagers:
         pager.close()

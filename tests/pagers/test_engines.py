@@ -70,6 +70,8 @@ class FakeCuFile:
         self.fd = os.open(path, os.O_RDWR)
 
     def pread(self, data: Any, size: int, offset: int, task: int) -> FakeFuture:
+        if os.fstat(self.fd).st_size < offset + size:
+            raise RuntimeError("KvikIO failure at: posix_io.hpp: EOF")
         return FakeFuture(os.preadv(self.fd, [memoryview(data)[:size]], offset) - self.short)
 
     def pwrite(self, data: Any, size: int, offset: int, task: int) -> FakeFuture:
@@ -88,7 +90,8 @@ def fake_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 def fake_kvikio(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     defaults = types.SimpleNamespace(set=chosen.update, is_compat_mode_preferred=lambda: True)
-    module = types.SimpleNamespace(defaults=defaults, CuFile=FakeCuFile, __version__="0")
+    mode = types.SimpleNamespace(ON="on")
+    module = types.SimpleNamespace(defaults=defaults, CuFile=FakeCuFile, CompatMode=mode, __version__="0")
     monkeypatch.setattr(kvikio, "load_module", lambda: module)
     return chosen
 
@@ -118,7 +121,7 @@ def test_truncated_file(pager: NvmePager) -> None:
     pager.write(extent, 0, noise(4 << 20)).wait()
     os.ftruncate(pager._file._buffered, 1 << 20)
     target = torch.empty(4 << 20, dtype=torch.uint8)
-    with pytest.raises((OSError, PageLostError), match=r"ended at byte|moved \d+ of"):
+    with pytest.raises((OSError, PageLostError), match=r"ended at byte|KvikIO's read at byte \d+ failed \(.*EOF"):
         pager.read(extent, 0, target).wait()
     pager.write(extent, 0, noise(4 << 20, 1)).wait()  # it grows again
     pager.read(extent, 0, target).wait()
@@ -141,17 +144,32 @@ def test_deepspeed_writes_that_never_arrive(
     pager.close()
 
 
-def test_kvikio_counts_bytes(
-    tmp_path: Path, fake_kvikio: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kvikio_counts_bytes(tmp_path: Path, fake_kvikio: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pager = NvmePager(tmp_path, 1 << 24, CPU, engine="kvikio", settings=EngineSettings(threads=2, queue_depth=8))
     assert fake_kvikio["num_threads"] == 16
+    assert fake_kvikio["auto_direct_io_read"] is fake_kvikio["auto_direct_io_write"] is pager._file.direct
     assert "compatibility mode" in pager.describe()
     extent = pager.allocate(1 << 20)
     monkeypatch.setattr(FakeCuFile, "short", 1)
     with pytest.raises(OSError, match="moved 1048575 of 1048576 bytes"):
         pager.write(extent, 0, noise(1 << 20)).wait()
     pager.close()
+
+
+def test_kvikio_says_which_way_it_goes(
+    tmp_path: Path, fake_kvikio: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the kernel module it is told to go through host memory; the user's variable has the last word."""
+    monkeypatch.setattr(kvikio, "DRIVER", tmp_path / "stats")
+    monkeypatch.delenv(kvikio.MODE, raising=False)
+    NvmePager(tmp_path, 1 << 20, CPU, engine="kvikio").close()
+    assert fake_kvikio.pop("compat_mode") == "on"
+    monkeypatch.setenv(kvikio.MODE, "OFF")
+    NvmePager(tmp_path, 1 << 20, CPU, engine="kvikio").close()
+    monkeypatch.delenv(kvikio.MODE)
+    (tmp_path / "stats").touch()
+    NvmePager(tmp_path, 1 << 20, CPU, engine="kvikio").close()
+    assert "compat_mode" not in fake_kvikio
 
 
 def test_refusals_name_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,10 +294,17 @@ def test_the_real_kvikio(tmp_path: Path, checksum: bool) -> None:
     cuda = torch.device("cuda")
     pager = NvmePager(tmp_path, 1 << 26, cuda, engine="kvikio", checksum=checksum)
     print(pager.describe())
+    direct = kvikio.DRIVER.exists() or os.environ.get(kvikio.MODE, "ON").upper() == "OFF"
+    assert ("GPUDirect storage" if direct else "compatibility mode (through host memory)") in pager.describe()
+    assert (pager._to_device is None) is checksum
     extent = pager.allocate(16 << 20)
     source, target = noise(15_000_001).to(cuda), torch.empty(15_000_001, dtype=torch.uint8, device=cuda)
     torch.cuda.synchronize()
     written = pager.write(extent, 5, source)
     pager.read(extent, 5, target, (written,)).wait()
     assert torch.equal(source, target)
+    os.ftruncate(pager._file._buffered, 1 << 20)
+    with pytest.raises(OSError, match=r"KvikIO's read at byte \d+ (failed|moved)"):
+        pager.read(extent, 5, target).wait()
     pager.close()
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +15,20 @@ from longstraw.pagers.arena import HostArena
 from longstraw.pagers.engines.protocol import Buffer, EngineSettings
 from longstraw.pagers.spool import SpoolFile
 
+DRIVER = Path("/proc/driver/nvidia-fs/stats")
+"""There if the kernel module that GPUDirect storage goes through is loaded."""
+MODE = "KVIKIO_COMPAT_MODE"
+"""KvikIO's own variable: ON, OFF or AUTO."""
+
 
 class KvikioEngine:
     """Operations cut into `queue_depth` tasks for KvikIO's thread pool, each one's byte count checked.
 
     With checksums the bytes must pass through host memory; without, they go straight between the file and the GPU
     (`read_device`, `write_device`). KvikIO opens the file anew by its descriptor's path. Its thread pool is the
-    process's one pool, and gets the size that this tier asks for.
+    process's one pool, and gets the size that this tier asks for. Its compatibility mode is switched on where the
+    machine has no nvidia-fs, unless KVIKIO_COMPAT_MODE says otherwise: cuFile would go through host memory by itself
+    there, and pass for direct.
 
     Raises ConfigError, with the reason, if KvikIO or the CUDA driver that it needs is missing.
     """
@@ -31,12 +40,16 @@ class KvikioEngine:
         self._settings = settings
         self._device = device
         defaults = self._module.defaults
-        defaults.set({
-            "num_threads": settings.threads * settings.requests,
-            # Pages in the page cache would take memory that no budget counts.
-            "auto_direct_io_read": file.direct,
-            "auto_direct_io_write": file.direct,
-        })
+        if not DRIVER.exists() and MODE not in os.environ:
+            defaults.set({"compat_mode": self._module.CompatMode.ON})
+        defaults.set(
+            {
+                "num_threads": settings.threads * settings.requests,
+                # Pages in the page cache would take memory that no budget counts.
+                "auto_direct_io_read": file.direct,
+                "auto_direct_io_write": file.direct,
+            }
+        )
         self._compat = bool(defaults.is_compat_mode_preferred())
         self._handle = self._module.CuFile(file.reopen_path, "r+")
 
@@ -57,7 +70,11 @@ class KvikioEngine:
 
     def _move(self, what: str, call: Any, data: Any, offset: int) -> None:
         nbytes = data.nbytes
-        done = call(data, nbytes, offset, self._settings.request_bytes).get()
+        try:
+            done = call(data, nbytes, offset, self._settings.request_bytes).get()
+        except RuntimeError as cause:
+            # Whatever fails below comes as this: the end of the file, a system call's error, cuFile's.
+            raise OSError(errno.EIO, f"KvikIO's {what} at byte {offset} failed ({cause})") from cause
         if done != nbytes:
             raise OSError(errno.EIO, f"KvikIO's {what} at byte {offset} moved {done} of {nbytes} bytes")
 
