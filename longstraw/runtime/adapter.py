@@ -26,6 +26,7 @@ class ModelProfile:
         graph_bytes: bytes that autograd keeps for a token, all layers, without checkpointing.
         hidden_size, vocab_size: of the hidden states and the LM head.
         hidden_dtype: of the hidden states.
+        no_aux_loss: why the routers' auxiliary loss is not computed, or None if it is.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -33,6 +34,7 @@ class ModelProfile:
     hidden_size: int
     vocab_size: int
     hidden_dtype: torch.dtype
+    no_aux_loss: str | None
 
 
 class ModelAdapter(Protocol):
@@ -76,7 +78,10 @@ class ModelAdapter(Protocol):
         ...
 
     def active(self, forward: ForwardPass) -> AbstractContextManager[None]:
-        """Within it the model's layers work for `forward`. Held around every forward and every backward pass."""
+        """Within it the model's layers work for `forward`. Held around every forward and every backward pass.
+
+        Where `forward.routers` is there, every router of experts goes by its `route`.
+        """
         ...
 
     def reference(self) -> AbstractContextManager[None]:

@@ -54,7 +54,8 @@ class PackedBranches:
     """Branches one after another in a single row: what the model reads and what it must predict.
 
     A branch's first input is the prompt's last token, whose logits predict the response's first token, so a branch
-    has as many rows as its response has tokens.
+    has as many rows as its response has tokens; and one more if it is `whole`, for the response's last token, which
+    predicts nothing but is routed to experts in the ordinary step.
 
     Attributes:
         lengths: rows of each branch.
@@ -62,13 +63,28 @@ class PackedBranches:
     """
 
     def __init__(
-        self, last_prompt_token: Tensor, prompt_tokens: int, responses: Sequence[Tensor], device: torch.device
-    ):
-        self.lengths = tuple(len(response) for response in responses)
-        inputs, positions = [], []
-        for response in responses:
-            inputs.append(torch.cat([last_prompt_token.view(1), response[:-1]]))
-            positions.append(torch.arange(prompt_tokens - 1, prompt_tokens - 1 + len(response)))
+        self,
+        last_prompt_token: Tensor,
+        prompt_tokens: int,
+        responses: Sequence[Tensor],
+        device: torch.device,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self._whole = whole
+        self.lengths = tuple(len(response) + whole for response in responses)
+        inputs, positions, targets = [], [], []
+        for response, rows in zip(responses, self.lengths, strict=True):
+            inputs.append(torch.cat([last_prompt_token.view(1), response])[:rows])
+            positions.append(torch.arange(prompt_tokens - 1, prompt_tokens - 1 + rows))
+            # Any token will do for the row that predicts nothing.
+            targets.append(torch.cat([response, response[:1]])[:rows])
         self.input_ids_S = torch.cat(inputs).to(device)
         self.positions_S = torch.cat(positions).to(device)
-        self.targets_S = torch.cat(list(responses)).to(device)
+        self.targets_S = torch.cat(targets).to(device)
+
+    def answers(self, packed_SC: Tensor) -> Tensor:
+        """Of a row for each input, those that predict the responses' tokens."""
+        if not self._whole:
+            return packed_SC
+        return torch.cat([branch[:-1] for branch in packed_SC.split(self.lengths)])

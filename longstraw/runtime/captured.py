@@ -17,6 +17,8 @@ from longstraw.runtime.memory import is_out_of_memory, release_cached
 from longstraw.runtime.passes import ForwardPass, HeadRequest, Purpose
 from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.report import Report
+from longstraw.runtime.router_loss import RouterLoss
+from longstraw.runtime.routers import RouterTally
 from longstraw.runtime.sizing import GraphSize, plan_chunks, plan_lanes
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class CapturedPrompt:
         row_tokens: the row length that positions are encoded for, or None for the prompt's.
         exact: whether the prompt's gradient is wanted.
         kind: what capture and scoring are to other ranks.
+        routers: where routing is counted for the auxiliary loss, or None if that is not asked for.
         report: where figures go.
 
     Attributes:
@@ -50,11 +53,13 @@ class CapturedPrompt:
         row_tokens: int | None,
         exact: bool,
         kind: Kind,
+        routers: RouterLoss | None,
         report: Report,
     ) -> None:
         self.state: PromptState
         self._engine, self._owner, self._prompt, self._profile = engine, owner, prompt_P, profile
         self._row_tokens, self._exact, self._kind, self._report = row_tokens, exact, kind, report
+        self._routers = routers
         # Read once, before the first graph: lanes must be cut alike in scoring and in replay, or they would round
         # differently. Out-of-memory retries correct it downwards.
         self._free = engine.free_bytes()
@@ -85,13 +90,23 @@ class CapturedPrompt:
         report.kept_output_layers = self.state.kept_output_layers
         report.chunks, report.chunk_tokens = len(chunks), self._chunk_tokens
         report.checkpoint_sweep = self._checkpoint and self._exact
+        if self._routers is not None:
+            self._routers.begin_capture()
         phase = engine.lockstep.phase(self._kind, len(chunks))
         for start, stop in engine.progress("capture", chunks):
             forward = self._pass(Purpose.CAPTURE, [stop - start], prefix_rows=start)
             with phase.forward(), forward, torch.no_grad(), engine.adapter.active(forward):
                 engine.adapter.run(forward, *self._chunk_inputs(start, stop))
+            if self._routers is not None and forward.routers is not None:
+                self._routers.captured(forward.routers)
             report.add_traffic("capture", forward.traffic)
         phase.finish()
+
+    @property
+    def needs_sweep(self) -> bool:
+        """Whether gradient has reached the prompt: its state, or its tokens' routers."""
+        routed = self._routers is not None and self._routers.prompt_coefficient_N is not None
+        return self.state.needs_sweep or routed
 
     def sweep(self) -> Exception | None:
         """Send the state's gradient back through the prompt, last chunk first.
@@ -112,6 +127,8 @@ class CapturedPrompt:
         phase = engine.lockstep.phase(Kind.SWEEP, len(chunks), checkpoint=self._checkpoint)
         for start, stop in engine.progress("sweep", chunks[::-1]):
             forward = self._pass(Purpose.SWEEP, [stop - start], prefix_rows=start, checkpoint=phase.checkpoint)
+            if self._routers is not None and forward.routers is not None:
+                forward.routers.send([self._routers.prompt_coefficient_N])
             with forward, engine.adapter.active(forward), torch.enable_grad():
                 with phase.forward():
                     out = engine.adapter.run(forward, *self._chunk_inputs(start, stop))
@@ -151,44 +168,58 @@ class CapturedPrompt:
 
     def score(self, branches: list[Tensor]) -> list[Tensor]:
         """Log-probs [R_i] of each branch, without a graph."""
-        scored: dict[int, Tensor] = {}
-        pending = deque(plan_lanes([len(b) for b in branches], self.lane_size(branches).tokens))
+        return [packed[:, 0].clone() for packed in self._run_lanes(branches, Purpose.SCORE, "score")]
+
+    def count(self, branches: list[Tensor]) -> None:
+        """Run branches for their routing alone: no log-probs, no graph."""
+        self._run_lanes(branches, Purpose.COUNT, "count")
+
+    def _run_lanes(self, branches: list[Tensor], purpose: Purpose, phase_name: str) -> list[Tensor]:
+        """What the model puts out for the tokens of each branch, [R_i, ...]."""
+        found: dict[int, Tensor] = {}
+        pending = deque(self.plan_lanes(branches, self.lane_size(branches)))
         phase = self._engine.lockstep.phase(self._kind, len(pending))
         while pending:
             indices = pending.popleft()
             try:
                 with phase.forward():
                     chosen = [branches[i] for i in indices]
-                    packed, forward = self.forward_lane(Purpose.SCORE, chosen, checkpoint=False)
+                    packed, forward = self.forward_lane(purpose, chosen, checkpoint=False)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 failure = without_frames(error)
             else:
                 forward.__exit__(None, None, None)
-                self._report.add_traffic("score", forward.traffic)
-                parts = packed[:, 0].clone().split([len(branches[i]) for i in indices])
-                scored.update(zip(indices, parts, strict=True))
+                self._report.add_traffic(phase_name, forward.traffic)
+                if self._routers is not None and forward.routers is not None:
+                    self._routers.counted(chosen, forward.routers)
+                parts = packed.split([len(branch) for branch in chosen])
+                found.update(zip(indices, parts, strict=True))
                 continue
             pending.extendleft(reversed(self.halve(indices, branches, failure)))
         phase.finish()
-        return [scored[i] for i in range(len(branches))]
+        return [found[i] for i in range(len(branches))]
 
     def forward_lane(self, purpose: Purpose, chosen: list[Tensor], checkpoint: bool) -> tuple[Tensor, ForwardPass]:
         """Run branches through the model: [S, 2] log-probs and entropies. The pass stays open; the caller closes it."""
         adapter, replay = self._engine.adapter, self._engine.config.replay
-        rows = PackedBranches(self._prompt[-1], len(self._prompt), chosen, self._engine.device)
+        whole = self._routers is not None
+        rows = PackedBranches(self._prompt[-1], len(self._prompt), chosen, self._engine.device, whole=whole)
         head = HeadRequest(
             targets_S=rows.targets_S,
             temperature=replay.temperature,
             block_tokens=replay.logit_block_tokens,
             entropy=replay.entropy,
         )
-        forward = self._pass(purpose, rows.lengths, prefix_rows=len(self._prompt) - 1, head=head, checkpoint=checkpoint)
+        wanted = None if purpose is Purpose.COUNT else head
+        forward = self._pass(
+            purpose, rows.lengths, prefix_rows=len(self._prompt) - 1, head=wanted, checkpoint=checkpoint
+        )
         forward.__enter__()
         try:
             with torch.set_grad_enabled(purpose is Purpose.REPLAY), adapter.active(forward):
-                return adapter.run(forward, rows.input_ids_S, rows.positions_S), forward
+                return rows.answers(adapter.run(forward, rows.input_ids_S, rows.positions_S)), forward
         except BaseException as error:
             forward.__exit__(type(error), error, error.__traceback__)
             raise
@@ -207,12 +238,20 @@ class CapturedPrompt:
 
     def lane_size(self, branches: list[Tensor]) -> GraphSize:
         """Lane width and checkpointing for these branches."""
-        return self._engine.lane_size(self._profile, [len(branch) for branch in branches], self._free)
+        return self._engine.lane_size(self._profile, self._rows(branches), self._free)
+
+    def plan_lanes(self, branches: list[Tensor], size: GraphSize) -> list[tuple[int, ...]]:
+        """The branches packed into lanes of that width."""
+        return plan_lanes(self._rows(branches), size.tokens)
+
+    def _rows(self, branches: list[Tensor]) -> list[int]:
+        """Tokens of each branch that run: the auxiliary loss wants the last one too."""
+        return [len(branch) + (self._routers is not None) for branch in branches]
 
     def halve(self, indices: tuple[int, ...], branches: list[Tensor], failure: Exception) -> list[tuple[int, ...]]:
         """A lane that ran out of memory, in two; the narrower width is kept for lanes to come."""
         self.refuse_in_lockstep(failure)
-        lengths = [len(branches[i]) for i in indices]
+        lengths = self._rows([branches[i] for i in indices])
         if len(indices) == 1:
             raise CapacityError(
                 f"out of memory on a lane of one branch with {lengths[0]} tokens, which cannot be narrowed. Free "
@@ -275,8 +314,14 @@ class CapturedPrompt:
             head=head,
             checkpoint=checkpoint,
             row_tokens=self._row_tokens or len(self._prompt),
+            routers=self._tally(purpose, lengths),
             tracer=self._engine.tracer,
         )
+
+    def _tally(self, purpose: Purpose, lengths: Sequence[int]) -> RouterTally | None:
+        if self._routers is None:
+            return None
+        return RouterTally(lengths, counting=purpose is not Purpose.SWEEP)
 
 
 def without_frames(error: Exception) -> Exception:

@@ -11,6 +11,7 @@ from longstraw.pagers.stream import Request
 from longstraw.runtime.lockstep import Kind
 from longstraw.runtime.passes import ForwardPass, HeadRequest, Purpose
 from longstraw.runtime.prompt_state import PromptState
+from longstraw.runtime.routers import RouterTally
 
 if TYPE_CHECKING:
     from longstraw.runtime.engine import Engine
@@ -46,7 +47,10 @@ def _run(engine: Engine, kind: Kind, checkpoint: bool, *, agreed: bool) -> None:
         )
     purpose = _LEARNING.get(kind, Purpose.PROBE)
     state = _nothing_captured(engine) if kind in _LEARNING else None
-    forward = ForwardPass(purpose, [1], state=state, head=head, checkpoint=checkpoint)
+    # The last layer runs as in real passes.
+    routed = kind in _LEARNING and adapter.profile().no_aux_loss is None
+    routers = RouterTally([1], counting=False) if routed else None
+    forward = ForwardPass(purpose, [1], state=state, head=head, checkpoint=checkpoint, routers=routers)
     with torch.set_grad_enabled(kind in _LEARNING), forward, adapter.active(forward):
         with engine.lockstep.half() if agreed else nullcontext():
             out = adapter.run(forward, ids, ids)

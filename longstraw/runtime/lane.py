@@ -34,6 +34,9 @@ class Lane:
         logprobs: for each of them, log-probs of its tokens, float32 [R_i] (float64 for a float64 model), in nats,
             after temperature. They require a gradient; the model's own graph hangs behind them.
         entropies: for each of them, entropies [R_i] in nats with gradient, or None unless `replay.entropy` is set.
+
+    Args:
+        aux_loss: the lane's share of the routers' auxiliary loss, a scalar, or why there is none.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Lane:
         *,
         on_skip: Callable[[Tensor, ForwardPass], None] | None = None,
         entropy: bool,
+        aux_loss: Tensor | str,
     ) -> None:
         self.indices = tuple(indices)
         self.forward = forward
@@ -56,15 +60,40 @@ class Lane:
         # gradient between the two is known, so that a lane that ran out of memory can be run again without the user.
         self._leaf = packed_S2.detach().requires_grad_()
         _LEAVES[id(self._leaf)] = self._leaf
+        self._aux_leaf: Tensor | None = None
+        self._no_aux_loss = aux_loss if isinstance(aux_loss, str) else ""
+        if isinstance(aux_loss, Tensor):
+            self._aux_leaf = aux_loss.detach().to(packed_S2.dtype).requires_grad_()
+            _LEAVES[id(self._aux_leaf)] = self._aux_leaf
         self.logprobs: list[Tensor] = list(self._leaf[:, 0].split(self._lengths))
         self.entropies: list[Tensor] | None = list(self._leaf[:, 1].split(self._lengths)) if entropy else None
+
+    @property
+    def aux_loss(self) -> Tensor:
+        """The lane's share of the routers' auxiliary loss, a scalar of the log-probs' dtype, with gradient.
+
+        Lanes' shares add up to the `aux_loss` that transformers computes on one batch of the group's unpadded rows, in
+        which each prompt token is there G times. Add the same multiple of it to each lane's loss.
+
+        Raises:
+            TransactionStateError: there is none; the message says why.
+        """
+        if self._aux_leaf is None:
+            raise TransactionStateError(f"lane.aux_loss: {self._no_aux_loss}")
+        return self._aux_leaf
+
+    @property
+    def aux_scale(self) -> float:
+        """The gradient that the loss gave `aux_loss`, known after `upstream`; 0 if it gave none."""
+        gradient = None if self._aux_leaf is None else self._aux_leaf.grad
+        return 0.0 if gradient is None else float(gradient)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss` to the transaction: through the lane's tokens, and to the prompt's state.
 
         Args:
-            loss: a scalar that depends on `logprobs` or `entropies`. The sum over a group's lanes is what is trained,
-                so divide by the group's size, not by the lane's.
+            loss: a scalar that depends on `logprobs`, `entropies` or `aux_loss`. The sum over a group's lanes is
+                what is trained, so divide by the group's size, not by the lane's.
 
         Raises:
             TransactionStateError: the lane was already used or is closed, or the loss does not depend on the lane.
@@ -88,20 +117,25 @@ class Lane:
                 "lane.backward: the loss has no graph; compute it from lane.logprobs without detaching, "
                 "or call lane.skip() to leave the lane out"
             )
-        if self._leaf.grad is not None:
+        if self._backward_by_hand:
             raise TransactionStateError(_BACKWARD_BY_HAND)
-        if any(_LEAVES.get(id(leaf)) is leaf and leaf is not self._leaf for leaf in leaves(loss)):
+        own = [leaf for leaf in (self._leaf, self._aux_leaf) if leaf is not None]
+        if any(_LEAVES.get(id(leaf)) is leaf and not any(leaf is one for one in own) for leaf in leaves(loss)):
             raise TransactionStateError(
                 "lane.backward: the loss depends on another lane's log-probs as well, and that part of the gradient "
                 "would be lost; detach them, or set replay.lane_tokens so that branches that belong together share a "
                 "lane"
             )
         loss.backward()  # type: ignore[no-untyped-call]
-        if self._leaf.grad is None:
+        if all(leaf.grad is None for leaf in own):
             raise TransactionStateError(
                 "lane.backward: the loss does not depend on this lane's log-probs; call lane.skip() to leave it out"
             )
-        return self._leaf.grad
+        return torch.zeros_like(self._leaf) if self._leaf.grad is None else self._leaf.grad
+
+    @property
+    def _backward_by_hand(self) -> bool:
+        return self._leaf.grad is not None or (self._aux_leaf is not None and self._aux_leaf.grad is not None)
 
     def take_packed(self) -> Tensor:
         """The model's output with its graph, once."""
@@ -121,7 +155,7 @@ class Lane:
             )
         if self.state is not LaneState.LIVE:
             return
-        if self._leaf.grad is not None:
+        if self._backward_by_hand:
             raise TransactionStateError(_BACKWARD_BY_HAND)
         raise TransactionStateError(
             f"lane of branches {list(self.indices)} was left without a gradient; call lane.backward(loss), "
@@ -146,7 +180,7 @@ _BACKWARD_BY_HAND = (
 
 
 _LEAVES: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-"""Where the losses of all lanes end, by `id`."""
+"""Where the losses of all lanes end, by `id`: log-probs, and shares of an auxiliary loss."""
 
 
 def leaves(loss: Tensor) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from longstraw.runtime.layer_io import LayerIO
 from longstraw.runtime.layer_spec import LayerSpec
 from longstraw.runtime.pass_trace import PassTrace
 from longstraw.runtime.prompt_state import PromptState, carried_specs, output_specs, token_specs
+from longstraw.runtime.routers import RouterTally
 
 
 class Purpose(enum.Enum):
@@ -26,6 +27,7 @@ class Purpose(enum.Enum):
     PROBE = "probe"
     CAPTURE = "capture"
     SCORE = "score"
+    COUNT = "count"
     REPLAY = "replay"
     SWEEP = "sweep"
 
@@ -69,6 +71,7 @@ class ForwardPass:
         head: what the LM head is to compute, or None if only state is wanted.
         checkpoint: keep only each layer's input and attention output, and recompute the rest in the backward.
         row_tokens: the row length whose position encoding is used, where that depends on the length.
+        routers: follows the routers of experts, or None where their auxiliary loss is not asked for.
         tracer: told of the pass, of its layers and of its waits.
 
     Attributes:
@@ -87,6 +90,7 @@ class ForwardPass:
         head: HeadRequest | None = None,
         checkpoint: bool = False,
         row_tokens: int | None = None,
+        routers: RouterTally | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self.purpose = purpose
@@ -96,6 +100,7 @@ class ForwardPass:
         self.head = head
         self.checkpoint = checkpoint
         self.row_tokens = row_tokens
+        self.routers = routers
         self.traffic = PassTraffic()
         self._tracer, self._trace = tracer, None if tracer is None else PassTrace(tracer)
         self.own_rows = (prefix_rows, prefix_rows + sum(self.lengths))
@@ -168,9 +173,11 @@ class ForwardPass:
             self._trace.layer(index, way)
 
     def output_unused(self, index: int) -> bool:
-        """Whether nobody reads the layer's output: the last layer, where only the prompt's state is wanted."""
+        """Whether nobody reads the layer's output: the last layer, where only the prompt's state is wanted. The
+        router behind its attention is somebody, if the auxiliary loss is asked for."""
         return (
             self.purpose in (Purpose.CAPTURE, Purpose.SWEEP)
+            and self.routers is None
             and self.state is not None
             and index == self.state.layers[-1].index
         )

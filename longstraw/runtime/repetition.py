@@ -13,11 +13,11 @@ from longstraw.runtime.ledger import GradientLedger
 from longstraw.runtime.memory import is_out_of_memory
 from longstraw.runtime.passes import Purpose
 from longstraw.runtime.report import Report
-from longstraw.runtime.sizing import plan_lanes
 
 
 class Repetition:
-    """Each replayed branch with the gradient of the loss at its log-probs: enough to run it again without the user.
+    """Each replayed branch with the gradient of the loss at its log-probs, and at its routers' probabilities: enough to
+    run it again without the user.
 
     A backward pass that runs out of memory has added part of its gradient. So all gradient of the transaction is
     forgotten, and every branch is run again.
@@ -29,11 +29,12 @@ class Repetition:
     def __init__(self, captured: CapturedPrompt, ledger: GradientLedger, report: Report) -> None:
         self.possible = True
         self._captured, self._ledger, self._report = captured, ledger, report
-        self._replayed: list[tuple[Tensor, Tensor]] = []
+        self._replayed: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
-    def record(self, branches: Sequence[Tensor], upstream: Sequence[Tensor]) -> None:
-        """Note replayed branches, int64 [R_i], and the gradients [R_i, 2] at their log-probs and entropies."""
-        self._replayed += zip(branches, upstream, strict=True)
+    def record(self, branches: Sequence[Tensor], upstream: Sequence[Tensor], worth_N: Tensor | None) -> None:
+        """Note a lane's branches, int64 [R_i], the gradients [R_i, 2] at their log-probs and entropies, and what their
+        routers' probabilities are worth, [N] or nothing."""
+        self._replayed += ((*pair, worth_N) for pair in zip(branches, upstream, strict=True))
 
     def run(self, failure: Exception, *, narrower: bool) -> None:
         """Run every branch again, in lanes of half the width if `narrower`; narrower still until it fits.
@@ -47,12 +48,12 @@ class Repetition:
                 "out of memory in a backward pass, and the lanes cannot be run again because a loss reached parameters "
                 f"directly, beside lane.logprobs; set replay.lane_tokens or capture.chunk_tokens lower. {failure}"
             ) from failure
-        branches = [branch for branch, _ in self._replayed]
+        branches = [branch for branch, _, _ in self._replayed]
         if narrower:
             self._captured.halve(tuple(range(len(branches))), branches, failure)
         while True:
             size = self._captured.lane_size(branches)
-            lanes = plan_lanes([len(b) for b in branches], size.tokens)
+            lanes = self._captured.plan_lanes(branches, size)
             self._ledger.discard()
             self._captured.state.discard_gradients()
             again = self._run_lanes(lanes, size.checkpoint)
@@ -71,6 +72,8 @@ class Repetition:
                 if not is_out_of_memory(error):
                     raise
                 return without_frames(error)
+            if forward.routers is not None:
+                forward.routers.send([self._replayed[i][2] for i in indices])
             failure = self._captured.backward_lane(forward, packed, upstream)
             forward.__exit__(None, None, None)
             self._report.add_traffic("backward", forward.traffic)

@@ -44,6 +44,11 @@ class Report:
         gradient_bytes: of gradient that this rank holds until the step ends.
         empty_passes: made for other ranks while this transaction was open.
         rank_wait_seconds: spent in agreements with other ranks, most of it waiting for the slowest.
+        aux_loss: the routers' auxiliary loss of the group that was replayed last, as transformers computes it on one
+            batch of the group's rows; None where `config.output_router_logits` is not set.
+        aux_loss_scale: the gradient that the user's loss gave it: the coefficient. 0 if the loss left it out.
+        aux_loss_prompt_weight: how often each prompt token counts in it: once a branch. In detached mode the prompt's
+            share of the value is there, and of the gradient is not.
         drift_mean, drift_max: |change| of the replayed log-probs against the scored ones; None if nothing was scored.
     """
 
@@ -73,6 +78,9 @@ class Report:
     gradient_bytes: int = 0
     empty_passes: int = 0
     rank_wait_seconds: float = 0.0
+    aux_loss: float | None = None
+    aux_loss_scale: float = 0.0
+    aux_loss_prompt_weight: int = 0
     drift_mean: float | None = None
     drift_max: float | None = None
 
@@ -139,9 +147,22 @@ class Report:
             lines.append(f"run again narrower after running out of memory: {self.retries} time(s)")
         if self.stale_steps:
             lines.append(f"state used {self.stale_steps} optimizer step(s) after its capture")
+        if self.aux_loss is not None:
+            lines.append(self._aux_line())
         if self.drift_mean is not None:
             lines.append(f"log-probs against the scored ones: mean {self.drift_mean:.2g}, largest {self.drift_max:.2g}")
         return "\n".join(lines)
+
+    def _aux_line(self) -> str:
+        line = (
+            f"routers' auxiliary loss: {self.aux_loss:.6g} with coefficient {self.aux_loss_scale:.3g}, each prompt "
+            f"token counted {self.aux_loss_prompt_weight} time(s)"
+        )
+        if self.aux_loss_scale == 0.0:
+            return f"{line}; no loss asked for its gradient (add a multiple of lane.aux_loss)"
+        if self.gradient == "detached":
+            return f"{line}; no gradient through the prompt's share"
+        return line
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -21,7 +21,7 @@ from longstraw.runtime.modes import refuse_inference_mode
 from longstraw.runtime.passes import ForwardPass, Purpose
 from longstraw.runtime.repetition import Repetition
 from longstraw.runtime.report import DriftMeter, Report
-from longstraw.runtime.sizing import plan_lanes
+from longstraw.runtime.router_loss import GroupLoss, RouterLoss
 from longstraw.runtime.transaction_state import MOVES, TransactionState
 
 if TYPE_CHECKING:
@@ -38,10 +38,17 @@ class Transaction:
     """
 
     def __init__(
-        self, engine: Engine, prompt_ids: Tensor, row_tokens: int | None, *, exact: bool, reference: bool = False
+        self,
+        engine: Engine,
+        prompt_ids: Tensor,
+        row_tokens: int | None,
+        *,
+        exact: bool,
+        score_only: bool = False,
+        reference: bool = False,
     ) -> None:
         self._engine = engine
-        self._exact = exact
+        self._exact, self._score_only = exact, score_only
         self._forward_kind = Kind.REFERENCE if reference else Kind.FORWARD
         self._profile = engine.check_profile(reference=reference)
         self._prompt = check_prompt(prompt_ids, self._profile.vocab_size)
@@ -56,6 +63,7 @@ class Transaction:
     def _reset(self) -> None:
         self._ledger = self._engine.open_ledger()
         self._drift = DriftMeter()
+        self._aux_value: Tensor | None = None
         self._lane: Lane | None = None
         self._phase: Phase | None = None
 
@@ -151,7 +159,7 @@ class Transaction:
         self._end_phase()
         self._check_weights("sweep")
         with self.report.phase("sweep", self._engine.device):
-            while self._captured.state.needs_sweep:
+            while self._captured.needs_sweep:
                 failure = self._captured.sweep()
                 if failure is None:
                     break
@@ -164,6 +172,9 @@ class Transaction:
     def _capture(self) -> None:
         engine = self._engine
         self._weights = engine.watch.now()
+        follows = self._profile.no_aux_loss is None and not self._score_only
+        self._routers = RouterLoss() if follows else None
+        self._steps_counted = 0
         self._captured = CapturedPrompt(
             engine,
             self._owner,
@@ -172,6 +183,7 @@ class Transaction:
             row_tokens=self._row_tokens,
             exact=self._exact,
             kind=self._forward_kind,
+            routers=self._routers,
             report=self.report,
         )
         self._repetition = Repetition(self._captured, self._ledger, self.report)
@@ -182,8 +194,11 @@ class Transaction:
 
     def _lanes(self, branches: list[Tensor]) -> Iterator[Lane]:
         size = self._captured.lane_size(branches)
-        pending = deque(plan_lanes([len(b) for b in branches], size.tokens))
+        pending = deque(self._captured.plan_lanes(branches, size))
         self._move(TransactionState.REPLAYING)
+        group = None if self._routers is None else self._routers.group(branches)
+        if len(pending) > 1:
+            self._count(branches)
         self.report.lane_tokens, self.report.checkpoint_replay = size.tokens, size.checkpoint
         while pending:
             # Of another `replay`, whose lanes are asked for in turn with these.
@@ -197,7 +212,7 @@ class Transaction:
                             Kind.REPLAY, len(pending) + 1, checkpoint=size.checkpoint
                         )
                     with self._phase.forward():
-                        lane = self._open_lane(indices, branches, self._phase.checkpoint)
+                        lane = self._open_lane(indices, branches, group, self._phase.checkpoint)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -208,33 +223,52 @@ class Transaction:
                 self._settle_lane()
                 continue
             pending.extendleft(reversed(self._captured.halve(indices, branches, failure)))
+            self._count(branches)
         self._end_phase()
 
-    def _open_lane(self, indices: tuple[int, ...], branches: list[Tensor], checkpoint: bool) -> Lane:
+    def _count(self, branches: list[Tensor]) -> None:
+        """The auxiliary loss asks how all lanes' tokens are routed before the first backward. Scoring has told it; else
+        a pass without a graph, or log-probs, does."""
+        if self._routers is None:
+            return
+        self._check_weights("replay")
+        if unknown := self._routers.uncounted(branches):
+            with self.report.phase("count", self._engine.device):
+                self._captured.count(unknown)
+
+    def _open_lane(
+        self, indices: tuple[int, ...], branches: list[Tensor], group: GroupLoss | None, checkpoint: bool
+    ) -> Lane:
         self._require("replay", TransactionState.REPLAYING)
         self._check_weights("replay")
         chosen = [branches[i] for i in indices]
         packed, forward = self._captured.forward_lane(Purpose.REPLAY, chosen, checkpoint)
         self.report.lanes += 1
         self.report.branches += len(indices)
-        self.report.response_tokens += sum(forward.lengths)
-        for branch, logprobs in zip(chosen, packed.detach()[:, 0].split(forward.lengths), strict=True):
+        lengths = [len(branch) for branch in chosen]
+        self.report.response_tokens += sum(lengths)
+        for branch, logprobs in zip(chosen, packed.detach()[:, 0].split(lengths), strict=True):
             self._drift.replayed(branch, logprobs)
+        share: Tensor | str = self._profile.no_aux_loss or ""
+        if group is not None and self._routers is not None and forward.routers is not None:
+            self._routers.counted(chosen, forward.routers)
+            share = group.share(chosen, forward.routers)
 
         def backward(lane: Lane, loss: Tensor) -> None:
-            self._backward(lane, loss, chosen)
+            self._backward(lane, loss, chosen, group)
 
         return Lane(
             indices,
-            forward.lengths,
+            lengths,
             packed,
             forward,
             backward,
             on_skip=self._skip,
             entropy=self._engine.config.replay.entropy,
+            aux_loss=share,
         )
 
-    def _backward(self, lane: Lane, loss: Tensor, branches: list[Tensor]) -> None:
+    def _backward(self, lane: Lane, loss: Tensor, branches: list[Tensor], group: GroupLoss | None) -> None:
         self._require("lane.backward", TransactionState.REPLAYING)
         self._check_weights("lane.backward")
         sharding = self._engine.sharding
@@ -248,7 +282,12 @@ class Transaction:
             self._repetition.possible = False
         with self.report.phase("backward", self._engine.device):
             upstream = lane.upstream(sharding.scale_loss(loss))
-            self._repetition.record(branches, upstream.split(lane.forward.lengths))
+            worth_N = None
+            if group is not None and lane.forward.routers is not None:
+                worth_N = group.backward(lane.aux_scale, lane.indices, lane.forward.routers, exact=self._exact)
+                lane.forward.routers.send([worth_N] * len(branches))
+                self._report_aux_loss(group)
+            self._repetition.record(branches, upstream.split([len(branch) for branch in branches]), worth_N)
             assert self._phase is not None
             with self._phase.backward():
                 try:
@@ -262,6 +301,10 @@ class Transaction:
             if failure is not None:
                 self._repetition.run(failure, narrower=True)
 
+    def _report_aux_loss(self, group: GroupLoss) -> None:
+        self.report.aux_loss_scale, self.report.aux_loss_prompt_weight = group.scale, group.branches
+        self._aux_value = group.value
+
     # End
 
     def _finish(self) -> None:
@@ -272,6 +315,8 @@ class Transaction:
         drift = self._drift.result()
         if drift is not None:
             self.report.drift_mean, self.report.drift_max = drift
+        if self._aux_value is not None:
+            self.report.aux_loss = float(self._aux_value)
         self._move(TransactionState.CLOSED)
 
     def _fail(self, error: BaseException) -> None:
@@ -290,6 +335,9 @@ class Transaction:
         refuse_inference_mode(call)
         staleness = self._engine.config.staleness
         steps = self._engine.watch.check(self._weights, staleness=staleness, call=call)
+        if self._routers is not None and steps != self._steps_counted:
+            self._routers.forget_branches()
+            self._steps_counted = steps
         self.report.stale_steps = max(self.report.stale_steps, steps)
         if not self._engine.adapter.is_profiled() or self._engine.adapter.profile() is not self._profile:
             raise StaleWeightsError(
@@ -324,4 +372,3 @@ class Transaction:
         if to not in MOVES[self.state]:
             raise TransactionStateError(f"a transaction cannot go from {self.state.value} to {to.value}")
         self.state = to
-

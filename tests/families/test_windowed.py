@@ -337,19 +337,6 @@ def test_grouped_expert_products_are_used_where_the_model_has_them(kind: str, mo
 # Refusals
 
 
-@EXPERTS
-def test_the_routers_auxiliary_loss_is_refused(kind: str) -> None:
-    model = windowed_model(kind, output_router_logits=True)
-    with pytest.raises(UnsupportedModelError, match="output_router_logits"):
-        Runtime(model, settings())
-    model.config.output_router_logits = False
-    runtime = Runtime(model, settings())
-    model.eval()
-    model.config.output_router_logits = True
-    with pytest.raises(UnsupportedModelError, match="output_router_logits"):
-        runtime.transaction(GROUP.prompt)
-
-
 def test_a_noisy_router_is_refused() -> None:
     model = windowed_model("mixtral", router_jitter_noise=0.1)
     with pytest.raises(UnsupportedModelError, match=r"mlp.jitter_noise is 0.1"):

@@ -19,6 +19,7 @@ PROFILE = ModelProfile(
     hidden_size=10,
     vocab_size=100,
     hidden_dtype=torch.float32,
+    no_aux_loss="no experts",
 )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longstraw.errors import TransactionStateError, UnsupportedModelError
-from longstraw.integrations.transformers import attention, checks, rope
+from longstraw.integrations.transformers import attention, checks, rope, routers
 from longstraw.integrations.transformers.families import family_of
 from longstraw.integrations.transformers.head import head_output
 from longstraw.integrations.transformers.probe import probe
@@ -24,9 +24,10 @@ from longstraw.runtime.sharding import Sharding
 class TransformersAdapter:
     """`ModelAdapter` of a transformers model, with or without PEFT adapters.
 
-    During a pass five things of the model are exchanged, and put back afterwards: the attention implementation
+    During a pass some things of the model are exchanged, and put back afterwards: the attention implementation
     (transformers' own interface), the forward of mixers that do not go through it, the LM head's forward, the decoder
-    layers' forward (for checkpointing), and transformers' checkpointing, which is switched off.
+    layers' forward (for checkpointing), transformers' checkpointing, which is switched off, and so is its collecting of
+    router logits, in whose place hooks on the routers follow them.
     """
 
     def __init__(self, sharding: Sharding, kernels: Mapping[str, str] | None = None) -> None:
@@ -39,11 +40,12 @@ class TransformersAdapter:
         self._softcap_key = checks.head_softcap_key(self._layers)
         self._device = sharding.device() or checks.single_device(model)
         self._rotaries = rope.rotary_modules(self._base)
+        self._routers = routers.find_routers(self._base)
         self._profiles: dict[Hashable, ModelProfile] = {}
         self._head_result: Tensor | None = None
         self._untouched_hooks: Hashable = None
         checks.refuse_dropout(model, self._config)
-        checks.refuse_router_terms(model, self._config)
+        checks.refuse_router_noise(model)
 
     @property
     def device(self) -> torch.device:
@@ -69,8 +71,13 @@ class TransformersAdapter:
             self.sharding.layout(),
             self._model.training,
             self.state_key(),
+            self.no_aux_loss(),
             torch.get_autocast_dtype(self._device.type) if torch.is_autocast_enabled(self._device.type) else None,
         )
+
+    def no_aux_loss(self) -> str | None:
+        """Why the routers' auxiliary loss is not computed, or None if it is."""
+        return routers.no_aux_loss(self._base, self._config, self._routers)
 
     def is_profiled(self) -> bool:
         return self._profile_key() in self._profiles
@@ -79,7 +86,7 @@ class TransformersAdapter:
         key = self._profile_key()
         # Each time: a dropout can be set, or one module put in training mode, without a trace in the key.
         checks.refuse_dropout(self._model, self._config)
-        checks.refuse_router_terms(self._model, self._config)
+        checks.refuse_router_noise(self._model)
         if key not in self._profiles:
             self._profiles[key] = probe(self, self._config)
         return self._profiles[key]
@@ -119,6 +126,10 @@ class TransformersAdapter:
             stack.enter_context(self._attention_implementation())
             stack.enter_context(rope.pinned(self._rotaries, forward.row_tokens))
             stack.enter_context(self._without_checkpointing())
+            stack.enter_context(routers.not_collected(self._base.config, self._config))
+            if forward.routers is not None:
+                top_k = self._config.num_experts_per_tok
+                stack.enter_context(routers.followed(self._routers, forward.routers, top_k))
             head = self._base.get_output_embeddings()
             softcap = stack.enter_context(self._without_head_softcap())
             stack.enter_context(

@@ -115,15 +115,8 @@ def _decoder_layers(model: PreTrainedModel, config: Any) -> nn.ModuleList:
     return lists[0]
 
 
-def refuse_router_terms(model: nn.Module, config: Any) -> None:
-    """Raises UnsupportedModelError if a router of experts is asked for more than to route."""
-    if getattr(config, "output_router_logits", False):
-        raise UnsupportedModelError(
-            "config.output_router_logits is True, which asks for the routers' auxiliary loss: it couples every token "
-            "of "
-            "the prompt and of all responses, and is not supported yet; set it to False (the experts' balance is then "
-            "left to the loss itself)"
-        )
+def refuse_router_noise(model: nn.Module) -> None:
+    """Raises UnsupportedModelError if a router of experts draws random numbers."""
     for name, module in model.named_modules() if model.training else ():
         if getattr(module, "jitter_noise", 0):
             raise UnsupportedModelError(

@@ -12,6 +12,7 @@ from longstraw.errors import UnsupportedModelError
 from longstraw.runtime.adapter import ModelProfile
 from longstraw.runtime.layer_spec import LayerSpec
 from longstraw.runtime.passes import ForwardPass, Purpose
+from longstraw.runtime.routers import RouterTally
 
 if TYPE_CHECKING:
     from longstraw.integrations.transformers.adapter import TransformersAdapter
@@ -30,6 +31,7 @@ def probe(adapter: TransformersAdapter, config: Any) -> ModelProfile:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         hidden_dtype=hidden_dtype,
+        no_aux_loss=adapter.no_aux_loss(),
     )
 
 
@@ -49,7 +51,8 @@ def _run(adapter: TransformersAdapter, tokens: int, vocab_size: int) -> tuple[in
             saved[key] = storage
         return tensor
 
-    forward = ForwardPass(Purpose.PROBE, [tokens])
+    tally = RouterTally([tokens], counting=False) if adapter.no_aux_loss() is None else None
+    forward = ForwardPass(Purpose.PROBE, [tokens], routers=tally)
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with forward, adapter.active(forward), torch.enable_grad(), saving:
         out = adapter.run(forward, ids, torch.arange(tokens, device=adapter.device))
@@ -58,5 +61,10 @@ def _run(adapter: TransformersAdapter, tokens: int, vocab_size: int) -> tuple[in
         raise UnsupportedModelError(
             f"layers {sorted(missing)} computed attention without asking transformers' attention interface for it, and "
             "would not see the captured prompt; take the patch off their forward"
+        )
+    if tally is not None and tally.routers == 0:
+        raise UnsupportedModelError(
+            "config.output_router_logits is True, but the model's experts are chosen without a call of its routers: "
+            "their auxiliary loss cannot be computed; take the patch off their forward, or set it to False"
         )
     return sum(storage.nbytes() for storage in saved.values()), forward.declared, out.dtype

@@ -24,6 +24,9 @@ class Family:
         spec: given an attention module (its weights are not looked at), the model's text config and the activations'
             dtype, what the layer keeps.
         head_softcap_key: the text config's key of c, where the model puts c * tanh(logit / c) behind its LM head.
+        router_classes: names of the transformers classes of its models' routers of experts, where transformers has an
+            auxiliary loss of theirs. They return logits [S, N], the chosen experts' weights [S, k], their numbers
+            [S, k].
         exchange: given an attention module and a pass, the forward that the module runs in that pass; None for modules
             that call transformers' attention interface with what the runtime carries.
     """
@@ -33,4 +36,5 @@ class Family:
     refuse: Callable[[nn.Module, Any], str | None]
     spec: Callable[[nn.Module, Any, torch.dtype], LayerSpec]
     head_softcap_key: str | None = None
+    router_classes: frozenset[str] = frozenset()
     exchange: Callable[[nn.Module, ForwardPass], Callable[..., Any]] | None = None

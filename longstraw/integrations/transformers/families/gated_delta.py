@@ -142,4 +142,5 @@ ATTENTION = Family(
     ),
     refuse=refuse_layer,
     spec=attention_spec,
+    router_classes=frozenset({"Qwen3NextTopKRouter", "Qwen3_5MoeTopKRouter"}),
 )

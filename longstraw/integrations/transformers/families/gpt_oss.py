@@ -10,4 +10,5 @@ FAMILY = Family(
     attention_classes=frozenset({"GptOssAttention"}),
     refuse=refuse_layer,
     spec=attention_spec,
+    router_classes=frozenset({"GptOssTopKRouter"}),
 )

@@ -10,4 +10,5 @@ FAMILY = Family(
     attention_classes=frozenset({"MixtralAttention", "Qwen3MoeAttention"}),
     refuse=refuse_layer,
     spec=attention_spec,
+    router_classes=frozenset({"MixtralTopKRouter", "Qwen3MoeTopKRouter"}),
 )
