@@ -79,7 +79,7 @@ class Engine:
         """
         self.require_open("transaction")
         exact = not score_only and self.config.gradient.prompt == "exact"
-        return Transaction(self, prompt_ids, row_tokens, exact=exact, reference=reference)
+        return Transaction(self, prompt_ids, row_tokens, exact=exact, score_only=score_only, reference=reference)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
