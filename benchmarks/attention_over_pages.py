@@ -2,16 +2,18 @@
 
 Both sides compute the same prefix; the paged side also each query's own causal rows, which the ratio allows for.
 
-    python -m benchmarks.attention_over_pages --prefix 524288 --queries 8192
+    python -m benchmarks.attention_over_pages --prefix 524288 --queries 8192 --profile
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 
 import torch
 
 from benchmarks.common import Record, free_memory, seconds
+from benchmarks.kernel_times import KernelTimes, Timer
 from longstraw.kernels.attention import choose_ops, kv_views, paged_attention
 from longstraw.pagers.device import DevicePager
 from longstraw.pagers.host import HostPager
@@ -24,7 +26,9 @@ from longstraw.runtime.prompt_state import PromptState
 SHAPES = {"32/8 x 128": (32, 8, 128), "24/4 x 256": (24, 4, 256)}
 
 
-def measure(record: Record, name: str, prefix: int, queries: int, block: int, tier: str, layers: int) -> None:
+def measure(
+    record: Record, name: str, prefix: int, queries: int, block: int, tier: str, layers: int, profile: bool
+) -> None:
     heads, kv_heads, head_dim = SHAPES[name]
     device, dtype = torch.device("cuda"), torch.bfloat16
     scale = head_dim**-0.5
@@ -50,26 +54,31 @@ def measure(record: Record, name: str, prefix: int, queries: int, block: int, ti
             with stream.next(request.segment, request.start, request.stop) as rows:
                 rows.normal_()
 
-    def paged() -> tuple[float, float]:
-        """Seconds a layer, forward and backward, in a pass over all layers."""
+    def paged(watch: Timer | KernelTimes) -> None:
+        """A pass over all layers, forward and backward."""
         with ForwardPass(Purpose.REPLAY, [queries], state=state, prefix_rows=prefix) as forward:
-            start, middle, stop = (torch.cuda.Event(enable_timing=True) for _ in range(3))
             outs = []
             torch.cuda.synchronize()
-            start.record()
-            for layer in range(layers):
-                pages = KvPages(forward.layer(specs[layer]))
-                outs.append(paged_attention(q, k, v, lengths=[queries], pages=pages, ops=ops, scale=scale))
-            middle.record()
-            for out in reversed(outs):
-                torch.autograd.grad(out, [q, k, v], grad)
-            stop.record()
+            with watch.section("paged forward"):
+                for layer in range(layers):
+                    pages = KvPages(forward.layer(specs[layer]))
+                    outs.append(paged_attention(q, k, v, lengths=[queries], pages=pages, ops=ops, scale=scale))
+            with watch.section("paged backward"):
+                for out in reversed(outs):
+                    torch.autograd.grad(out, [q, k, v], grad)
             torch.cuda.synchronize()
         state.gradients_started = True
-        return start.elapsed_time(middle) / 1e3 / layers, middle.elapsed_time(stop) / 1e3 / layers
 
-    runs = [paged() for _ in range(5)][2:]
-    forward_s, backward_s = (sorted(run[i] for run in runs)[len(runs) // 2] for i in range(2))
+    timers = [Timer() for _ in range(5)]
+    for timer in timers:
+        paged(timer)
+    runs = [timer.seconds() for timer in timers[2:]]
+    forward_s, backward_s = (
+        statistics.median(run[side] for run in runs) / layers for side in ("paged forward", "paged backward")
+    )
+    kernel_times = KernelTimes()
+    if profile:
+        paged(kernel_times)
     state.release()
     pager.close()
     free_memory()
@@ -78,8 +87,14 @@ def measure(record: Record, name: str, prefix: int, queries: int, block: int, ti
     del rows
     plain_q = q.detach().contiguous()
     out, lse = ops.forward(plain_q, whole_k, whole_v, causal=False, scale=scale)
-    mono_forward = seconds(lambda: ops.forward(plain_q, whole_k, whole_v, causal=False, scale=scale))
-    mono_backward = seconds(lambda: ops.backward(grad, plain_q, whole_k, whole_v, out, lse, causal=False, scale=scale))
+
+    def whole_forward() -> None:
+        ops.forward(plain_q, whole_k, whole_v, causal=False, scale=scale)
+
+    def whole_backward() -> None:
+        ops.backward(grad, plain_q, whole_k, whole_v, out, lse, causal=False, scale=scale)
+
+    mono_forward, mono_backward = seconds(whole_forward), seconds(whole_backward)
     # The monolithic call leaves the queries' own causal rows out; the paged one has them.
     own = 1 + queries / 2 / prefix
     flops = 4 * queries * prefix * heads * head_dim * own
@@ -91,6 +106,14 @@ def measure(record: Record, name: str, prefix: int, queries: int, block: int, ti
         backward_ratio=backward_s / mono_backward / own,
         forward_tflops=flops / forward_s / 1e12, backward_tflops=2.5 * flops / backward_s / 1e12,
     )  # fmt: skip
+    if profile:
+        with kernel_times.section("monolithic forward"):
+            whole_forward()
+        with kernel_times.section("monolithic backward"):
+            whole_backward()
+        for side, times in kernel_times.found.items():
+            # The monolithic side is one layer.
+            record.add(f"GPU microseconds, {side}", shape=name, block=block, layers=layers, **times)
     free_memory()
 
 
@@ -102,13 +125,18 @@ def main() -> None:
     parser.add_argument("--tier", nargs="+", default=["host"])
     parser.add_argument("--shape", nargs="+", default=list(SHAPES))
     parser.add_argument("--layers", type=int, default=3, help="layers in a pass; the time is a layer's share")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="one more pass of each side, its GPU time by kernel (paged: of all layers)",
+    )
     parser.add_argument("--out")
     options = parser.parse_args()
     record = Record(options.out)
     for name in options.shape:
         for tier in options.tier:
             for block in options.block:
-                measure(record, name, options.prefix, options.queries, block, tier, options.layers)
+                measure(record, name, options.prefix, options.queries, block, tier, options.layers, options.profile)
 
 
 if __name__ == "__main__":
