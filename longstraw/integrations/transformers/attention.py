@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from longstraw.errors import TransactionStateError, UnsupportedModelError
 from longstraw.integrations.transformers.families.layers import covers_context
@@ -107,9 +106,6 @@ def _refuse(module: nn.Module, mask: Tensor | None, dropout: float, kwargs: dict
         )
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The mask counterpart: causality and branch borders are the pass's own."""
-
-
+# Without a mask function of that name transformers makes no mask, and does not look into the positions for packed rows,
+# for which the host would wait in every pass: causality and branch borders are the pass's own.
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _no_mask)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longstraw.errors import UnsupportedModelError
+from longstraw.kernels.indices import branch_edges
 
 OLDEST = (0, 6)
 """Grouped value heads, and gradients of the initial state with packed rows, were checked from this version on."""
@@ -61,15 +62,13 @@ class FlaRule:
         lengths: Sequence[int],
         initial_VKD: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        edges = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        edges[1:] = torch.tensor(lengths).cumsum(0)
         initial = None
         if initial_VKD is not None:
             initial = initial_VKD.float().expand(len(lengths), *initial_VKD.shape).contiguous()
         out, final = self._function(
             q_SHK[None], k_SHK[None], v_SVD[None], g=g_SV[None].float(), beta=beta_SV[None],
             initial_state=initial, output_final_state=True, use_qk_l2norm_in_kernel=True,
-            cu_seqlens=edges.to(v_SVD.device),
+            cu_seqlens=branch_edges(tuple(lengths), v_SVD.device, torch.int64),
         )  # fmt: skip
         return out[0], final
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from longstraw.kernels.indices import index_tensor
+
 
 class ChunkLayout:
     """Branches cut into chunks of equal size, padded at their ends, and the order in which the chunks are scanned.
@@ -53,7 +55,7 @@ class ChunkLayout:
     def _reorder(x: Tensor, order: list[int]) -> Tensor:
         if order == list(range(len(order))):
             return x
-        return x.index_select(0, torch.tensor(order, device=x.device))
+        return x.index_select(0, index_tensor(tuple(order), x.device))
 
 
 def _inverse(order: list[int]) -> list[int]:
