@@ -9,11 +9,13 @@ here and in the plain bfloat16 run of the same weights.
 from __future__ import annotations
 
 import argparse
+import inspect
 import time
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks.common import Record, free_memory, random_group
 from benchmarks.step import loss_of
@@ -103,19 +105,24 @@ def check(record: Record, family: str, model: torch.nn.Module, prompt: int, sett
     vocab = model.config.vocab_size  # type: ignore[union-attr]
     ids, responses = random_group(prompt, 4, 256, vocab)
     responses[1] = responses[1][:1]
+    start = time.perf_counter()
+
+    def tell(what: str) -> None:
+        print(f"{time.perf_counter() - start:.1f} s: {what}", flush=True)
+
     narrow = plain(model, ids, responses)
+    tell("plain bfloat16 run")
     with Runtime(model, settings) as runtime:
         ours(runtime, ids, responses)
     mine = take(model)
+    tell("ours")
     free_memory()
     model.float()
-    for module in model.modules():
-        if hasattr(module, "chunk_gated_delta_rule"):
-            from transformers.models.qwen3_5 import modeling_qwen3_5
-
-            module.chunk_gated_delta_rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    # Where flash-linear-attention is installed transformers hands over to it, which narrows its products.
+    modeling_qwen3_5.torch_chunk_gated_delta_rule = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
     torch.backends.cuda.matmul.allow_tf32 = False
     truth = plain(model, ids, responses)
+    tell("plain float32 run")
     here, there = distance(mine, truth), distance(narrow, truth)
     worst = max((n for n in truth if n in there), key=lambda n: here[n] / max(there[n], 1e-9))
     record.add(
