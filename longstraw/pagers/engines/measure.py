@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import time
 from collections.abc import Callable
@@ -58,10 +59,11 @@ def _run(
         for at in offsets[lane :: len(buffers)]:
             call(buffers[lane], 0, block, at)
             done += block
-        while time.perf_counter() - began < seconds:
-            for at in offsets[lane :: len(buffers)]:
-                call(buffers[lane], 0, block, at)
-                done += block
+        for at in itertools.cycle(offsets[lane :: len(buffers)]):
+            if time.perf_counter() - began >= seconds:
+                break
+            call(buffers[lane], 0, block, at)
+            done += block
         return done
 
     moved = sum(pool.map(work, range(len(buffers))))
