@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from longstraw import Runtime, state_bytes
 from longstraw.errors import UnsupportedModelError
-from tests.families import delta_models, latent_models, windowed_models
+from tests.families import delta_models, latent_models, mamba2_models, windowed_models
 from tests.parity.models import build, make_group, settings
 
 QWEN36_27B = {
@@ -46,6 +46,14 @@ def test_glm_52() -> None:
     assert found.carried_bytes == 0
 
 
+def test_bamba_9b() -> None:
+    found = state_bytes(AutoConfig.for_model("bamba", mamba_d_state=128, attn_layer_indices=[9, 18, 27]), "bfloat16")
+    assert found.token_bytes == 3 * 4_096
+    # 29 layers; 128 heads of 64, one group of B and C.
+    assert found.carried["recurrent"] == 29 * 128 * 64 * 128 * 4
+    assert found.carried["convolution"] == 29 * 3 * (128 * 64 + 2 * 128) * 4
+
+
 def test_whole_prompt() -> None:
     found = state_bytes(AutoConfig.for_model("qwen3_5_text", **QWEN36_27B), "bfloat16")
     assert found.prompt_bytes(2**20) == 2**20 * 65_536 + found.carried_bytes
@@ -57,6 +65,7 @@ TINY: dict[str, Callable[[], Any]] = {
     "qwen3_next": lambda: delta_models.build("qwen3_next", dtype=torch.float32),
     "olmo_hybrid": lambda: delta_models.build("olmo_hybrid", dtype=torch.float32),
     "kimi_linear": lambda: delta_models.build("kimi_linear", dtype=torch.float32),
+    "bamba": lambda: mamba2_models.build("bamba", dtype=torch.float32),
     "qwen3_5": lambda: delta_models.multimodal("qwen3_5").float(),
     "gemma2": lambda: windowed_models.windowed_model("gemma2").float(),
     "gpt_oss": lambda: windowed_models.windowed_model("gpt_oss").float(),

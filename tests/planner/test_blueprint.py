@@ -17,7 +17,7 @@ from longstraw.errors import ConfigError, UnsupportedModelError
 from longstraw.integrations import adapt
 from longstraw.integrations.transformers.blueprint import blueprint, read_config
 from longstraw.planner import Machine, Workload, make_plan
-from tests.families import delta_models, latent_models, windowed_models
+from tests.families import delta_models, latent_models, mamba2_models, windowed_models
 from tests.parity.models import build
 
 TINY: dict[str, Callable[[], Any]] = {
@@ -26,6 +26,7 @@ TINY: dict[str, Callable[[], Any]] = {
     "qwen3_next": lambda: delta_models.build(
         "qwen3_next", dtype=torch.float32, moe_intermediate_size=16, shared_expert_intermediate_size=16
     ),
+    "bamba": lambda: mamba2_models.build("bamba", dtype=torch.float32),
     "gemma2": lambda: windowed_models.windowed_model("gemma2").float(),
     "gpt_oss": lambda: windowed_models.windowed_model("gpt_oss").float(),
     "deepseek_v3": lambda: latent_models.tiny("deepseek_v3").float(),

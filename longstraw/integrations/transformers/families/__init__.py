@@ -11,6 +11,7 @@ from longstraw.integrations.transformers.families import (
     gpt_oss,
     kimi_linear,
     latent,
+    mamba2,
     mixtures,
     sparse,
 )
@@ -27,6 +28,8 @@ FAMILIES: tuple[Family, ...] = (
     kimi_linear.ATTENTION,
     latent.FAMILY,
     sparse.FAMILY,
+    mamba2.MIXER,
+    mamba2.ATTENTION,
 )
 
 
