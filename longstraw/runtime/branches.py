@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longstraw.runtime.upload import upload
+
 
 def check_prompt(prompt_ids: Tensor, vocab_size: int) -> Tensor:
     """The prompt as int64 [P] on the CPU.
@@ -79,9 +81,9 @@ class PackedBranches:
             positions.append(torch.arange(prompt_tokens - 1, prompt_tokens - 1 + rows))
             # Any token will do for the row that predicts nothing.
             targets.append(torch.cat([response, response[:1]])[:rows])
-        self.input_ids_S = torch.cat(inputs).to(device)
-        self.positions_S = torch.cat(positions).to(device)
-        self.targets_S = torch.cat(targets).to(device)
+        self.input_ids_S = upload(torch.cat(inputs), device)
+        self.positions_S = upload(torch.cat(positions), device)
+        self.targets_S = upload(torch.cat(targets), device)
 
     def answers(self, packed_SC: Tensor) -> Tensor:
         """Of a row for each input, those that predict the responses' tokens."""

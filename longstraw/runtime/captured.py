@@ -20,6 +20,7 @@ from longstraw.runtime.report import Report
 from longstraw.runtime.router_loss import RouterLoss
 from longstraw.runtime.routers import RouterTally
 from longstraw.runtime.sizing import GraphSize, plan_chunks, plan_lanes
+from longstraw.runtime.upload import upload
 
 if TYPE_CHECKING:
     from longstraw.runtime.engine import Engine
@@ -162,7 +163,7 @@ class CapturedPrompt:
     def _chunk_inputs(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         device = self._engine.device
         # A copy also on a CPU: the embedding saves its ids, and a view would keep the whole prompt's storage.
-        return self._prompt[start:stop].to(device, copy=True), torch.arange(start, stop, device=device)
+        return upload(self._prompt[start:stop], device), torch.arange(start, stop, device=device)
 
     # Branches, lane by lane
 

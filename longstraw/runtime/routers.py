@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longstraw.kernels.balance import expert_use, probability_gradient, with_gradient
+from longstraw.runtime.upload import upload
 
 
 class RouterTally:
@@ -48,7 +49,7 @@ class RouterTally:
             if self._branch_S is None:
                 # Handed to the device once a pass, not once a router.
                 numbers = torch.arange(len(self._lengths)).repeat_interleave(torch.tensor(self._lengths))
-                self._branch_S = numbers.to(logits_SN.device)
+                self._branch_S = upload(numbers, logits_SN.device)
             use = expert_use(logits_SN.detach(), self._branch_S, len(self._lengths), top_k)
             if self.counts_BN is None or self.probability_N is None:
                 self.counts_BN, self.probability_N = use.counts_BN, use.probability_N
