@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longstraw.errors import UnsupportedModelError
+from longstraw.errors import KernelMismatchError, UnsupportedModelError
 from longstraw.kernels.gated_delta import causal_conv, choose_rule, last_rows
 from longstraw.kernels.gated_delta import chunked as chunked_module
+from longstraw.kernels.gated_delta.check import check_rule
 from longstraw.kernels.gated_delta.chunked import ChunkedRule
 from longstraw.kernels.gated_delta.fla import refusal
 from longstraw.kernels.gated_delta.naive import naive_delta_rule
@@ -180,10 +183,22 @@ def test_backend_is_chosen_by_device_and_dtype() -> None:
         choose_rule(torch.device("cpu"), torch.bfloat16, "fla")
 
 
-def test_decays_per_channel_are_not_handed_to_fla() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"per channel.*kernels\.gated_delta to torch"):
-        choose_rule(torch.device("cuda", 0), torch.bfloat16, per_channel=True)
+def test_the_torch_rule_takes_a_decay_per_channel() -> None:
     assert choose_rule(torch.device("cuda", 0), torch.bfloat16, "torch", per_channel=True).name == "torch"
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_first_use_is_checked(per_channel: bool) -> None:
+    """The check passes the torch rule in bfloat16, and refuses one whose gradient is wrong in a single input."""
+    rule = ChunkedRule()
+    q, v = torch.empty(9, 2, 16, dtype=torch.bfloat16), torch.empty(9, 4, 24, dtype=torch.bfloat16)
+    check_rule(rule, "the torch rule", q, v, per_channel=per_channel)
+
+    def half_a_gradient(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+        return rule(q, k, v, g, (beta + beta.detach()) / 2, **rest)
+
+    with pytest.raises(KernelMismatchError, match="gradient of beta differs"):
+        check_rule(half_a_gradient, "another rule", q, v, per_channel=per_channel)
 
 
 def test_missing_package_is_refused_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +222,8 @@ def test_missing_package_is_refused_and_not_replaced(monkeypatch: pytest.MonkeyP
         ("3.7.1", True, ("flash_qla",), {}, "flash_qla is installed"),
         ("3.7.1", True, ("flash_qla",), {"FLA_FLASH_QLA": "0"}, None),
         ("3.7.1", True, ("flash_qla",), {"FLA_DISABLE_BACKEND_DISPATCH": "1"}, None),
+        ("3.7.1", True, ("flash_kda",), {}, "flash_kda is installed"),
+        ("3.7.1", True, ("flash_kda",), {"FLA_FLASH_KDA": "0"}, None),
         ("3.7.1", True, (), {"FLA_INTRACARD_CP": "1"}, "FLA_INTRACARD_CP"),
     ],
 )

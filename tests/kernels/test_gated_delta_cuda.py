@@ -23,11 +23,12 @@ pytestmark = pytest.mark.gpu
 LENGTHS = (65, 1, 128, 2, 300)
 
 
-def inputs(dtype: torch.dtype) -> list[Tensor]:
+def inputs(dtype: torch.dtype, *, per_channel: bool = False) -> list[Tensor]:
     """q, k, v, g, beta and an initial state on the GPU; g and the state stay in float32 or better."""
     generator = torch.Generator().manual_seed(0)
     tokens = sum(LENGTHS)
-    shapes = [(tokens, 2, 64), (tokens, 2, 64), (tokens, 4, 64), (tokens, 4), (tokens, 4), (4, 64, 64)]
+    heads, decays = (4, (tokens, 4, 64)) if per_channel else (2, (tokens, 4))
+    shapes = [(tokens, heads, 64), (tokens, heads, 64), (tokens, 4, 64), decays, (tokens, 4), (4, 64, 64)]
     q, k, v, g, beta, state = (torch.randn(shape, generator=generator) for shape in shapes)
     wide = torch.promote_types(dtype, torch.float32)
     rows = [q.to(dtype), k.to(dtype), v.to(dtype), (-g.abs() * 0.1).to(wide), beta.sigmoid().to(dtype), state.to(wide)]
@@ -59,14 +60,15 @@ def test_torch_rule(dtype: torch.dtype, bound: float) -> None:
     assert max(found) < bound, found
 
 
-def test_fla_rule() -> None:
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_fla_rule(per_channel: bool) -> None:
     """It computes its products in bfloat16: each error is within a few times what bfloat16 inputs and outputs cost."""
     device = torch.device("cuda", 0)
     try:
-        rule = choose_rule(device, torch.bfloat16)
+        rule = choose_rule(device, torch.bfloat16, per_channel=per_channel)
     except UnsupportedModelError as error:
         pytest.skip(str(error))
-    found = errors(rule, inputs(torch.bfloat16))
+    found = errors(rule, inputs(torch.bfloat16, per_channel=per_channel))
     assert max(found) < 2e-2, found
 
 

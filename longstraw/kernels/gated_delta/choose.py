@@ -54,7 +54,7 @@ def choose_rule(
 
     Raises:
         UnsupportedModelError: flash-linear-attention is wanted but missing, known to be wrong here, or not made for
-            this device, dtype or kind of decay.
+            this device or dtype.
     """
     half = dtype in (torch.float16, torch.bfloat16)
     if backend == "auto":
@@ -66,9 +66,4 @@ def choose_rule(
             f"kernels.gated_delta is fla, which computes float16 and bfloat16 on a GPU, not {dtype} on {device.type}; "
             "set it to auto or torch"
         )
-    if per_channel:
-        raise UnsupportedModelError(
-            "flash-linear-attention's kernels for a decay per channel (Kimi delta attention) are not supported yet: "
-            "set kernels.gated_delta to torch"
-        )
-    return FlaRule(device)
+    return FlaRule(device, per_channel=per_channel)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longstraw.errors import UnsupportedModelError
+from longstraw.kernels.gated_delta.check import check_rule
 from longstraw.kernels.indices import branch_edges
 
 OLDEST = (0, 6)
@@ -24,13 +25,16 @@ _USE_TORCH = "or set kernels.gated_delta to torch, which is slower"
 
 
 class FlaRule:
-    """`DeltaRule` through `fla.ops.gated_delta_rule`. Inputs float16 or bfloat16, sums and states in float32.
+    """`DeltaRule` through `fla.ops`. Inputs float16 or bfloat16, sums and states in float32.
+
+    With one decay a head it is the gated delta rule, with one for each channel of the keys Kimi delta attention.
 
     Raises UnsupportedModelError when made, if the package is missing or too old, if the tool chain is known to give
-    wrong gradients, or if the package would hand the work to another backend that happens to be installed.
+    wrong gradients, or if the package would hand the work to another backend that happens to be installed. Its first
+    call for each shape of heads is compared with the oracle, and raises KernelMismatchError if they differ.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, per_channel: bool = False) -> None:
         version = _version("fla-core")
         if version is None:
             raise UnsupportedModelError(
@@ -47,11 +51,30 @@ class FlaRule:
         reason = refusal(triton, hopper=hopper, installed=_installed, environment=os.environ)
         if reason is not None:
             raise UnsupportedModelError(f"{reason}, {_USE_TORCH}")
-        module = importlib.import_module("fla.ops.gated_delta_rule")
-        self._function: Callable[..., Any] = module.chunk_gated_delta_rule
+        module = importlib.import_module("fla.ops.kda" if per_channel else "fla.ops.gated_delta_rule")
+        self._function: Callable[..., Any] = module.chunk_kda if per_channel else module.chunk_gated_delta_rule
+        self._per_channel = per_channel
+        self._checked: set[tuple[torch.Size, torch.Size, torch.dtype]] = set()
         self.name = f"fla {version} (triton {triton})"
 
     def __call__(
+        self,
+        q_SHK: Tensor,
+        k_SHK: Tensor,
+        v_SVD: Tensor,
+        g_SV: Tensor,
+        beta_SV: Tensor,
+        *,
+        lengths: Sequence[int],
+        initial_VKD: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        shapes = q_SHK.shape[1:], v_SVD.shape[1:], v_SVD.dtype
+        if shapes not in self._checked:
+            check_rule(self._run, self.name, q_SHK, v_SVD, per_channel=self._per_channel)
+            self._checked.add(shapes)
+        return self._run(q_SHK, k_SHK, v_SVD, g_SV, beta_SV, lengths=lengths, initial_VKD=initial_VKD)
+
+    def _run(
         self,
         q_SHK: Tensor,
         k_SHK: Tensor,
@@ -69,6 +92,8 @@ class FlaRule:
             q_SHK[None], k_SHK[None], v_SVD[None], g=g_SV[None].float(), beta=beta_SV[None],
             initial_state=initial, output_final_state=True, use_qk_l2norm_in_kernel=True,
             cu_seqlens=branch_edges(tuple(lengths), v_SVD.device, torch.int64),
+            # Without it the package asks the device, and the host waits.
+            cu_seqlens_cpu=branch_edges(tuple(lengths), torch.device("cpu"), torch.int64),
         )  # fmt: skip
         return out[0], final
 
@@ -95,6 +120,11 @@ def refusal(
             return (
                 "flash_qla is installed, and flash-linear-attention would silently use it instead of its own kernels: "
                 "set FLA_FLASH_QLA=0"
+            )
+        if installed("flash_kda") and environment.get("FLA_FLASH_KDA", "1") != "0":
+            return (
+                "flash_kda is installed, and flash-linear-attention could silently use it instead of its own kernels: "
+                "set FLA_FLASH_KDA=0"
             )
         for name in ("FLA_INTRACARD_CP", "FLA_GLUON", "FLA_FLASH_QLA"):
             if environment.get(name, "0") != "0":
