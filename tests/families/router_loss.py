@@ -10,14 +10,30 @@ from torch import Tensor
 
 from tests.parity.models import Group, lane_loss
 
-COEFFICIENT = 0.7
+COEFFICIENT = 3.0
 """So large that the auxiliary loss is a good part of the gradient."""
+
+
+def asked_for(model: Any) -> Any:
+    """The model with transformers' switch set."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.config.get_text_config().output_router_logits = True
+    return model
+
+
+def balance_loss(model: Any, rows: tuple[Tensor, ...]) -> Tensor:
+    """transformers' own function on each router's logits [rows, N]."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = base.config.get_text_config()
+    experts = getattr(config, "num_experts", None) or config.num_local_experts
+    loss: Tensor = sys.modules[type(base).__module__].load_balancing_loss_func(  # type: ignore[attr-defined]
+        rows, experts, config.num_experts_per_tok
+    )
+    return loss
 
 
 def plain_aux_step(model: Any, group: Group, coefficient: float = COEFFICIENT) -> float:
     """Add the step's gradient to `.grad`; all rows share one graph. Returns the auxiliary loss."""
-    balance = sys.modules[_causal_lm(model).__module__].load_balancing_loss_func
-    config = model.config.get_text_config()
     logits: list[tuple[Tensor, ...]] = []
     losses = []
     for i, response in enumerate(group.responses):
@@ -27,16 +43,9 @@ def plain_aux_step(model: Any, group: Group, coefficient: float = COEFFICIENT) -
         scores = out.logits[0, len(group.prompt) - 1 : -1]
         log_p = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(-1)
         losses.append(group.loss(i, log_p.gather(-1, response[:, None])[:, 0], None))
-    rows = tuple(torch.cat(of_layer) for of_layer in zip(*logits, strict=True))
-    experts = getattr(config, "num_experts", None) or config.num_local_experts
-    aux = balance(rows, experts, config.num_experts_per_tok)
-    (torch.stack(losses).sum() + coefficient * aux).backward()
+    aux = balance_loss(model, tuple(torch.cat(of_router) for of_router in zip(*logits, strict=True)))
+    (torch.stack(losses).sum() + coefficient * aux).backward()  # type: ignore[no-untyped-call]
     return float(aux.detach())
-
-
-def _causal_lm(model: Any) -> type:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(base)
 
 
 def replay_aux(txn: Any, group: Group, coefficient: float = COEFFICIENT) -> float:
