@@ -6,6 +6,8 @@ python -m benchmarks.attention_kernels --queries 8192 --block 65536
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +17,31 @@ from torch import Tensor
 
 from benchmarks.attention_over_pages import SHAPES
 from benchmarks.common import Record, free_memory, seconds
-from longstraw.kernels.attention import choose_ops, fused, kv_views, merge
-from longstraw.kernels.attention.check import check_sums
+from longstraw.errors import KernelMismatchError
+from longstraw.kernels.attention import AttentionOps, choose_ops, fused, fused_dq, kv_views, merge
+from longstraw.kernels.attention.check import check_dq, check_sums
+from longstraw.kernels.attention.dq_tiles import DqTiles
 from longstraw.kernels.attention.ops import CudaFlashOps
 
-TILES = [{"elements": elements, "num_warps": warps} for elements in (2048, 4096, 8192) for warps in (4, 8)]
+SUM_TILES = [{"elements": elements, "num_warps": warps} for elements in (2048, 4096, 8192) for warps in (4, 8)]
+
+DQ_TILES = {
+    head_dim: [
+        DqTiles(queries=queries, keys=keys, num_warps=warps, num_stages=stages, copy_engine=engine)
+        for queries, keys, warps, stages, engine in tiles
+    ]
+    for head_dim, tiles in {
+        64: [(128, 128, 8, 2, True), (128, 128, 8, 3, True), (128, 64, 8, 3, True), (64, 64, 4, 3, True)],
+        128: [
+            (128, 128, 8, 2, True), (128, 128, 8, 2, False), (128, 64, 8, 2, True), (128, 64, 8, 3, True),
+            (64, 64, 4, 2, True), (64, 128, 4, 2, True),
+        ],
+        256: [
+            (128, 32, 8, 2, True), (128, 32, 8, 2, False), (64, 64, 4, 2, True), (64, 32, 4, 3, True),
+            (128, 64, 8, 1, True), (64, 64, 8, 2, True),
+        ],
+    }.items()
+}  # fmt: skip
 
 
 class Block:
@@ -65,7 +87,7 @@ def measure_sums(at: Block) -> None:
 
         at.add(f"{kernel}, torch", plain, moved=moved)
         chosen, times = dict(tuned), []
-        for tile in TILES:
+        for tile in SUM_TILES:
             tuned.update(tile)
             times.append((round(seconds(work, repeats=5) * 1e6, 1), tile))
         tuned.update(chosen)
@@ -83,20 +105,52 @@ def measure_sums(at: Block) -> None:
 
 
 def measure_backward(at: Block) -> None:
-    """The backward of a block: cuDNN's and FlashAttention's five products."""
+    """The backward of a block: five products of cuDNN and FlashAttention, and three of our own in every tiling."""
     q, grad = at.tokens(at.heads, at.queries), at.tokens(at.heads, at.queries)
     rows = torch.randn(at.block, 2 * at.kv_heads * at.head_dim, device="cuda", dtype=torch.bfloat16)
     k, v = kv_views(rows, at.kv_heads, at.head_dim)
     product = 2 * at.heads * at.queries * at.block * at.head_dim
     chosen = choose_ops(q.device, q.dtype, at.head_dim)
     out, lse = chosen.forward(q, k, v, causal=False, scale=at.scale)
+    lse = lse.contiguous()
     at.add(f"forward, {chosen.name}", lambda: chosen.forward(q, k, v, causal=False, scale=at.scale), flops=2 * product)
+
+    def whole(ops: AttentionOps) -> Tensor:
+        return ops.backward(grad, q, k, v, out, lse, causal=False, scale=at.scale)[0]
+
     for ops in (chosen, CudaFlashOps()):
-        at.add(
-            f"backward, {ops.name}",
-            lambda ops=ops: ops.backward(grad, q, k, v, out, lse, causal=False, scale=at.scale),  # type: ignore[misc]
-            flops=5 * product,
-        )
+        at.add(f"backward, {ops.name}", functools.partial(whole, ops), flops=5 * product)
+    want = whole(chosen).float()
+    delta = fused_dq.softmax_delta(grad, out)
+    at.add("delta", lambda: fused_dq.softmax_delta(grad, out), moved=4 * out.numel())
+
+    def alone(tiles: DqTiles, dq: Tensor) -> Tensor:
+        fused_dq.add_dq(dq, grad, q, k, v, lse, delta, scale=at.scale, tiles=tiles)
+        return dq
+
+    times: list[tuple[float, DqTiles]] = []
+    for tiles in DQ_TILES[at.head_dim]:
+        try:
+            got = alone(tiles, torch.zeros_like(q, dtype=torch.float32))
+        except Exception as error:  # noqa: BLE001  # a tile that does not fit the device is a result here
+            print(f"dq alone, {tiles}: {type(error).__name__} {str(error)[:200]}", flush=True)
+            continue
+        from_whole = float((got - want).norm() / want.norm())
+        time = at.add(
+            "dq alone", functools.partial(alone, tiles, got), flops=3 * product, tiles=dataclasses.asdict(tiles),
+            differs_from_whole=from_whole,
+        )  # fmt: skip
+        times.append((time, tiles))
+    if not times:
+        return
+    best = min(times, key=lambda found: found[0])[1]
+    try:
+        check_dq(fused_dq.add_dq, q.device, q.dtype, at.head_dim, best)
+        checked = "right"
+    except KernelMismatchError as error:
+        checked = str(error)
+    work = functools.partial(alone, best, torch.zeros_like(q, dtype=torch.float32))
+    at.add("dq alone, best", work, flops=3 * product, tiles=dataclasses.asdict(best), checked=checked)
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -9,6 +11,9 @@ from torch import Tensor
 
 from longstraw.errors import KernelMismatchError
 from longstraw.kernels.attention import merge
+from longstraw.kernels.attention.dq_tiles import DqTiles
+from longstraw.kernels.attention.rows import kv_views
+from longstraw.kernels.attention.tile import softmax_delta, tile_backward, tile_forward
 
 HEADS, ROWS = 3, 37
 """More heads than one, and rows that no tile divides."""
@@ -48,6 +53,34 @@ def check_sums(fused: ModuleType, device: torch.device, dtype: torch.dtype, head
         agrees(f"attention over pages, {name}", found[0][name], want, 1e-5 if want.dtype == torch.float32 else None)
 
 
+def check_dq(
+    add_dq: Callable[..., None], device: torch.device, dtype: torch.dtype, head_dim: int, tiles: DqTiles
+) -> None:
+    """Compare `fused_dq.add_dq` in tiles as they will be used with plain matrix products in float64.
+
+    Raises:
+        KernelMismatchError: the gradient differs by more than products of `dtype` explain.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
+
+    # Tiles of keys enough to fill the pipeline and to come round, and a rest; of queries a whole one and a rest.
+    tokens, rows, heads, kv_heads = tiles.keys * (2 * tiles.num_stages + 1) + 5, tiles.queries + 5, 4, 2
+    q, grad, out = (normal(1, rows, heads, head_dim).to(dtype).transpose(1, 2) for _ in range(3))
+    k, v = kv_views(normal(tokens, 2 * kv_heads * head_dim).to(dtype), kv_heads, head_dim)
+    scale = head_dim**-0.5
+    # As if as many keys again had been seen elsewhere.
+    wide_q, wide_k, wide_v, wide_grad = (x.double() for x in (q, k, v, grad))
+    lse = tile_forward(wide_q, wide_k, wide_v, None, scale=scale, softcap=None)[1] + math.log(2)
+    delta = softmax_delta(wide_grad, out.double())
+    want = tile_backward(wide_grad, wide_q, wide_k, wide_v, delta, lse, None, scale=scale, softcap=None)[0]
+    got = torch.ones_like(want, dtype=torch.float32)
+    add_dq(got, grad, q, k, v, lse.float(), delta.float().squeeze(-1), scale=scale, tiles=tiles)
+    agrees("the queries' gradient alone", got - 1, want, torch.finfo(dtype).eps)
+
+
 def agrees(what: str, got: Tensor, want: Tensor, tolerance: float | None) -> None:
     """Raise `KernelMismatchError` unless two results are alike.
 
@@ -59,6 +92,6 @@ def agrees(what: str, got: Tensor, want: Tensor, tolerance: float | None) -> Non
     # A comparison that nan fails.
     if not distance <= limit:
         raise KernelMismatchError(
-            f"the Triton kernel for {what} is wrong on {want.device} in {want.dtype}: its first result differs from "
+            f"the Triton kernel for {what} is wrong on {want.device}: its first result differs from "
             f"torch's by {distance:.1e} of its norm, where {limit:.1e} is rounding. Install another release of triton."
         )

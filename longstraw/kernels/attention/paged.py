@@ -11,8 +11,9 @@ from torch import Tensor
 
 from longstraw.kernels.attention.merge import sink_gradient
 from longstraw.kernels.attention.ops import AttentionOps
+from longstraw.kernels.attention.queries import QueryGradient
 from longstraw.kernels.attention.rows import add_kv_gradient, kv_views
-from longstraw.kernels.attention.running import PartialMerge, RunningSum
+from longstraw.kernels.attention.running import PartialMerge
 from longstraw.kernels.rows import RowBlock
 
 
@@ -119,16 +120,18 @@ class _PagedAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         ops: AttentionOps = ctx.ops
         wide = lse.dtype
-        dq = RunningSum()
+        dq = QueryGradient(grad, q, out, lse, ops, ctx.scale)
         with closing(ctx.pages.backward_blocks()) as blocks:
             for block in blocks:
                 prefix_k, prefix_v = kv_views(block.rows_TC, k.shape[1], k.shape[3])
+                if block.gradient is None:
+                    dq.add_block(prefix_k, prefix_v)
+                    continue
                 dq_part, dk_part, dv_part = ops.backward(
                     grad, q, prefix_k, prefix_v, out, lse, causal=False, scale=ctx.scale
                 )
                 dq.add(dq_part)
-                if block.gradient is not None:
-                    add_kv_gradient(block.gradient, dk_part, dv_part)
+                add_kv_gradient(block.gradient, dk_part, dv_part)
         dq_own, dk, dv = ops.backward_packed(grad, q, k, v, out, lse, ctx.lengths, scale=ctx.scale)
         dq.add(dq_own)
         dk, dv = dk.to(wide), dv.to(wide)

@@ -68,12 +68,22 @@ class RunningSum:
             self._total = self._with_waiting(merge_dtype(part.dtype))
         self._waiting = part
 
+    def in_place(self, like: Tensor) -> Tensor:
+        """The sum so far in the merge dtype, for a kernel that adds to it; zeros in the shape of `like` at first."""
+        wide = merge_dtype(like.dtype)
+        if self._total is None and self._waiting is None:
+            self._total = torch.zeros_like(like, dtype=wide)
+        self._total, self._waiting = self._with_waiting(wide), None
+        return self._total
+
     def result(self, dtype: torch.dtype) -> Tensor:
         """The sum in `dtype`."""
         return self._with_waiting(dtype)
 
     def _with_waiting(self, dtype: torch.dtype) -> Tensor:
-        assert self._waiting is not None, "nothing was added"
         if self._total is None:
+            assert self._waiting is not None, "nothing was added"
             return self._waiting.to(dtype)
+        if self._waiting is None:
+            return self._total.to(dtype)
         return sums_for(self._waiting).add_parts(self._total, self._waiting, dtype)

@@ -1,0 +1,30 @@
+"""Where three matrix products of our own were measured faster than cuDNN's five, and in which tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DqTiles:
+    """How `fused_dq.add_dq` cuts its work.
+
+    Attributes:
+        queries, keys: a tile of scores; powers of two from 16 on.
+        num_warps, num_stages: of a program; stages are tiles of keys and values on their way.
+        copy_engine: whether tiles of keys and values come by the tensor copy engine (compute capability 9.0 and above)
+            or by each thread's own loads. The result has the same bits.
+    """
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    copy_engine: bool
+
+
+FASTER_ON_HOPPER: dict[int, DqTiles] = {}
+"""By head dim, what beat cuDNN's backward of a block on an H200 (`python -m benchmarks.attention_kernels`)."""
+
+LEAST_QUERIES = 2048
+"""Fewer queries make too few programs for the device: one goes over all keys of a block for one tile of queries."""
