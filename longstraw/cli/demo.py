@@ -26,7 +26,8 @@ def demo(
 
     A fact is hidden in Python's own documentation, SmolLM2-135M-Instruct answers a question about it, and
     GRPO steps follow a checkable reward. Tiers are small, so that pages overflow to host memory and to disk.
-    With the defaults it takes under 5 minutes and 6 GiB on two CPU cores.
+    With the defaults it takes under 5 minutes and 6 GiB on two CPU cores. On a terminal it shows how far it is;
+    elsewhere it prints nothing before its tables.
     """
     # torch and transformers take seconds to import, and --help needs neither.
     from longstraw.cli.device import parse_device

@@ -61,6 +61,8 @@ def _print(figures: dict[str, Any]) -> None:
         f"attention outputs of {figures['kept_output_layers']} layers kept; "
         f"{' and '.join(checkpointed) or 'nothing'} checkpointed; {figures['retries']} retries"
     )
+    if figures.get("left_out"):
+        console.print(f"{figures['left_out']} more responses were given to replay and left out: its loop ended early")
     whole = sum(figures["seconds"].values()) or 1.0
     table = Table(title="time", title_justify="left")
     for name in ("phase", "seconds", "share", "waits for pages"):

@@ -86,10 +86,18 @@ def budgets(config: Config, machine: Machine) -> list[CountingPager]:
 
 
 def prompt_state(
-    pagers: Sequence[CountingPager], profile: ModelProfile, chunks: Sequence[tuple[int, int]], config: Config
+    pagers: Sequence[CountingPager],
+    profile: ModelProfile,
+    chunks: Sequence[tuple[int, int]],
+    config: Config,
+    *,
+    spare: bool = True,
 ) -> PromptState:
-    """The prompt's pages over these tiers. Raises CapacityError as the runtime would."""
-    rows = chunks[-1][1]
+    """The prompt's pages over these tiers. Raises CapacityError as the runtime would.
+
+    `spare`: whether there may be room to spare, which `auto` fills with attention outputs.
+    """
+    outputs = keep_outputs(config.capture.keep_attention, chunks[-1][1], DEVICE)
     return PromptState(
         PageStore(pagers, page_rows=config.pages.tokens),
         "plan",
@@ -97,7 +105,7 @@ def prompt_state(
         chunks=chunks,
         exact=config.gradient.prompt == "exact",
         accumulate_wide=config.gradient.accumulate == "float32",
-        keep_outputs=keep_outputs(config.capture.keep_attention, rows, DEVICE),
+        keep_outputs="never" if outputs == AUTO and not spare else outputs,
         block_tokens=block_rows(config.pages, DEVICE),
         lookahead=config.pages.lookahead,
         staging=StagingPool(torch.device("cpu")),

@@ -135,7 +135,7 @@ def make_plan(
         state = prompt_state(pagers, profile, chunks, config)
     except CapacityError as error:
         problem = str(error)
-        state = prompt_state(_boundless(pagers), profile, chunks, config)
+        state = prompt_state(_boundless(pagers), profile, chunks, config, spare=False)
     memory = device_memory(
         blueprint,
         config,

@@ -27,6 +27,7 @@ class Report:
     Attributes:
         gradient: "exact" or "detached". A detached gradient leaves out what flows through the prompt: an approximation.
         prompt_tokens, response_tokens, branches: what was replayed.
+        left_out: branches that were given to `replay` and not replayed, for its loop was left early.
         chunks, chunk_tokens, lanes, lane_tokens: how it was cut.
         kept_output_layers: layers whose attention outputs over the prompt were kept for the sweep.
         checkpoint_replay, checkpoint_sweep: whether activations were recomputed.
@@ -56,6 +57,7 @@ class Report:
     prompt_tokens: int = 0
     response_tokens: int = 0
     branches: int = 0
+    left_out: int = 0
     chunks: int = 0
     chunk_tokens: int = 0
     lanes: int = 0
@@ -143,6 +145,10 @@ class Report:
         ]
         if self.peak_device_bytes:
             lines.append(f"peak device memory: {approximate_bytes(self.peak_device_bytes)}")
+        if self.left_out:
+            lines.append(
+                f"left out of the gradient: {self.left_out} more branch(es), as the loop over replay ended before them"
+            )
         if self.retries:
             lines.append(f"run again narrower after running out of memory: {self.retries} time(s)")
         if self.stale_steps:

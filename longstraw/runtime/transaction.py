@@ -65,6 +65,7 @@ class Transaction:
         self._drift = DriftMeter()
         self._aux_value: Tensor | None = None
         self._lane: Lane | None = None
+        self._unasked = 0
         self._phase: Phase | None = None
 
     # The user's calls
@@ -93,6 +94,7 @@ class Transaction:
             return
         try:
             self._settle_lane()
+            self._require_asked("leaving the transaction")
             self._end_phase()
             if self.state is TransactionState.REPLAYING:
                 self.sweep()
@@ -136,7 +138,8 @@ class Transaction:
     def replay(self, responses: Sequence[Tensor]) -> Iterator[Lane]:
         """Replay the responses with autograd, lane by lane; call `lane.backward(loss)` (or `skip()`) on each.
 
-        A lane that runs out of memory is run again in two halves. Lanes are made as the loop asks for them.
+        A lane that runs out of memory is run again in two halves. Lanes are made as the loop asks for them; a loop
+        that ends early, after a `backward`, leaves the other branches out, and the report counts them.
 
         Raises:
             TransactionStateError: outside CAPTURED and REPLAYING, or the last lane was left without a gradient.
@@ -147,7 +150,10 @@ class Transaction:
         self._settle_lane()
         self._end_phase()
         self._check_weights("replay")
-        return self._lanes(self._captured.check_branches(responses))
+        branches = self._captured.check_branches(responses)
+        self.report.left_out += len(branches)
+        self._unasked += 1
+        return self._lanes(branches)
 
     def sweep(self) -> None:
         """Send the gradient that reached the prompt's state back through the prompt; leaving the transaction does it.
@@ -156,6 +162,7 @@ class Transaction:
         """
         self._require("sweep", TransactionState.REPLAYING)
         self._settle_lane()
+        self._require_asked("sweep")
         self._end_phase()
         self._check_weights("sweep")
         with self.report.phase("sweep", self._engine.device):
@@ -196,6 +203,7 @@ class Transaction:
         size = self._captured.lane_size(branches)
         pending = deque(self._captured.plan_lanes(branches, size))
         self._move(TransactionState.REPLAYING)
+        self._unasked -= 1
         group = None if self._routers is None else self._routers.group(branches)
         if len(pending) > 1:
             self._count(branches)
@@ -245,6 +253,7 @@ class Transaction:
         packed, forward = self._captured.forward_lane(Purpose.REPLAY, chosen, checkpoint)
         self.report.lanes += 1
         self.report.branches += len(indices)
+        self.report.left_out -= len(indices)
         lengths = [len(branch) for branch in chosen]
         self.report.response_tokens += sum(lengths)
         for branch, logprobs in zip(chosen, packed.detach()[:, 0].split(lengths), strict=True):
@@ -349,6 +358,13 @@ class Transaction:
         if self._lane is not None:
             self._lane.settle()
             self._lane = None
+
+    def _require_asked(self, call: str) -> None:
+        """Raises TransactionStateError if a `replay` was called for nothing: its gradient would be missed."""
+        if self._unasked:
+            raise TransactionStateError(
+                f"{call}: replay was called and none of its lanes was asked for; loop over what it returns"
+            )
 
     def _end_phase(self) -> None:
         """No more lanes of the last `replay`: the passes that other ranks still make of it are empty here."""

@@ -24,9 +24,11 @@ def test_version(invoke: Callable[..., Any]) -> None:
 def test_help(invoke: Callable[..., Any], command: list[str]) -> None:
     result = invoke(*command, "--help")
     assert result.exit_code == 0
-    for option in {(): ("demo", "verify"), ("demo",): ("prompt-tokens", "seed"), ("verify",): ("tolerance",)}[
-        tuple(command)
-    ]:
+    for option in {
+        (): ("demo", "verify"),
+        ("demo",): ("prompt-tokens", "seed", "elsewhere"),
+        ("verify",): ("tolerance",),
+    }[tuple(command)]:
         assert option in result.stdout
 
 

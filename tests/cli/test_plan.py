@@ -25,10 +25,15 @@ def test_a_step_that_fits(invoke: Callable[..., Any], tiny_llama: Path) -> None:
 def test_a_step_that_does_not(invoke: Callable[..., Any], tiny_llama: Path, tmp_path: Path) -> None:
     tiers = tmp_path / "tiers.yaml"
     tiers.write_text("tiers: [{kind: host, budget: 1MiB}]\n")
-    result = invoke("plan", tiny_llama, "--prompt", "1M", "--tiers", tiers)
+    arguments = ["plan", tiny_llama, "--prompt", "1M", "--tiers", tiers]
+    result = invoke(*arguments)
     assert result.exit_code == 1
     assert "DOES NOT FIT: the tiers cannot hold the pages" in result.stdout
     assert "tiers[0].budget: 2GiB of host memory" in result.stdout
+    # Where the state has no room, nothing would be kept beside it; always is a demand.
+    assert "attention outputs of 0 of 1 layers kept" in result.stdout
+    tiers.write_text("{tiers: [{kind: host, budget: 1MiB}], capture: {keep_attention: always}}\n")
+    assert "attention outputs of 1 of 1 layers kept" in invoke(*arguments).stdout
 
 
 def test_json(invoke: Callable[..., Any], tiny_llama: Path) -> None:

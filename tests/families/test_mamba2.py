@@ -54,12 +54,26 @@ def exact_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     def softmax(x: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
         return narrow_softmax(x, dim=dim, dtype=x.dtype if x.dtype == torch.float64 else dtype, **options)
 
+    single = Tensor.float
+
+    def in_single(rotary: Any) -> Any:
+        """Positions are rotated by float32 angles on both sides."""
+
+        def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+            with pytest.MonkeyPatch.context() as inner:
+                inner.setattr(Tensor, "float", single)
+                return rotary(self, x, position_ids)
+
+        return forward
+
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     monkeypatch.setattr(nn.functional, "softmax", softmax)
     for name, prefix in PREFIXES.items():
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         monkeypatch.setattr(getattr(module, f"{prefix}RMSNorm"), "forward", norm)
         monkeypatch.setattr(getattr(module, f"{prefix}RMSNormGated"), "forward", gated_norm)
+        rotary = getattr(module, f"{prefix}RotaryEmbedding")
+        monkeypatch.setattr(rotary, "forward", in_single(rotary.forward))
 
 
 check_exact = functools.partial(check_parity, tolerance=1e-9)

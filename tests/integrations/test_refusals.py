@@ -57,6 +57,19 @@ def test_an_unknown_attention_class(kind: str, config: dict[str, Any], name: str
     assert untouched(model)
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_tuples_in_the_place_of_outputs(before: bool) -> None:
+    """transformers' own models fail on them; without the guard that is an AttributeError from the middle of one."""
+    model = build("llama")
+    runtime = None if before else Runtime(model, SMALL)
+    model.config.return_dict = False
+    with pytest.raises(UnsupportedModelError, match=r"config\.return_dict is False.*set it to True"):
+        (runtime or Runtime(model, SMALL)).transaction(GROUP.prompt)
+    with pytest.raises(AttributeError):
+        model(input_ids=GROUP.prompt[None], use_cache=False)
+    assert untouched(model)
+
+
 def test_an_attention_class_of_the_users_own() -> None:
     model = build("llama")
 

@@ -8,10 +8,18 @@ from longstraw import Report
 def test_a_printed_report_names_phases_tiers_and_what_went_wrong() -> None:
     report = Report(
         prompt_tokens=100, response_tokens=12, branches=3, chunks=2, lanes=1, seconds={"capture": 1.25, "sweep": 3.0},
-        tier_bytes={"host": 3 << 20}, retries=2, stale_steps=1, drift_mean=0.014, drift_max=0.5,
+        tier_bytes={"host": 3 << 20}, retries=2, stale_steps=1, drift_mean=0.014, drift_max=0.5, left_out=4,
     )  # fmt: skip
     text = str(report)
-    for part in ("exact gradient: 100 prompt tokens", "capture 1.25 s", "sweep 3.00 s", "host", "2 time(s)", "0.014"):
+    for part in (
+        "exact gradient: 100 prompt tokens",
+        "capture 1.25 s",
+        "sweep 3.00 s",
+        "host",
+        "2 time(s)",
+        "4 more branch",
+        "0.014",
+    ):
         assert part in text
     assert "peak device memory" not in text
 

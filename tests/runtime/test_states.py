@@ -108,9 +108,22 @@ def test_leaving_a_loop_after_backward_trains_what_was_replayed() -> None:
             lane.backward(lane_loss(GROUP, lane))
             break
     seen = set(lane.indices)
+    assert (txn.report.branches, txn.report.left_out) == (len(seen), len(GROUP.responses) - len(seen))
     plain_step(reference, [dataclasses.replace(GROUP, loss=lambda i, x, h: GROUP.loss(i, x, h) * (i in seen))])
     assert 0 < len(seen) < len(GROUP.responses)
     assert_parity(model, reference)
+
+
+@pytest.mark.parametrize("looped_before", [False, True])
+def test_a_replay_that_nobody_loops_over(looped_before: bool) -> None:
+    runtime = Runtime(build("llama"), SMALL)
+    with pytest.raises(TransactionStateError, match="none of its lanes was asked for"):
+        with runtime.transaction(GROUP.prompt) as txn:
+            if looped_before:
+                for lane in txn.replay(GROUP.responses):
+                    lane.backward(lane_loss(GROUP, lane))
+            txn.replay(GROUP.responses)
+    assert_idle(runtime)
 
 
 def test_a_skipped_lane_is_left_out() -> None:

@@ -45,6 +45,7 @@ class TransformersAdapter:
         self._head_result: Tensor | None = None
         self._untouched_hooks: Hashable = None
         checks.refuse_dropout(model, self._config)
+        checks.refuse_tuples(self._base)
         checks.refuse_router_noise(model)
 
     @property
@@ -86,6 +87,7 @@ class TransformersAdapter:
         key = self._profile_key()
         # Each time: a dropout can be set, or one module put in training mode, without a trace in the key.
         checks.refuse_dropout(self._model, self._config)
+        checks.refuse_tuples(self._base)
         checks.refuse_router_noise(self._model)
         if key not in self._profiles:
             self._profiles[key] = probe(self, self._config)

@@ -115,6 +115,16 @@ def _decoder_layers(model: PreTrainedModel, config: Any) -> nn.ModuleList:
     return lists[0]
 
 
+def refuse_tuples(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError if the model, or its text part, is set to return tuples."""
+    for config in (model.config, text_config(model)):
+        if not getattr(config, "return_dict", True):
+            raise UnsupportedModelError(
+                "config.return_dict is False, and transformers' causal LMs fail on the tuples that their own parts "
+                "then return; set it to True (return_dict=False in a call of yours still gives a tuple)"
+            )
+
+
 def refuse_router_noise(model: nn.Module) -> None:
     """Raises UnsupportedModelError if a router of experts draws random numbers."""
     for name, module in model.named_modules() if model.training else ():
