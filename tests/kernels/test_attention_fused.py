@@ -55,7 +55,7 @@ def fused() -> Any:
 
 @needs_triton
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize(("count", "sink"), [(1, False), (1, True), (2, False), (4, False), (4, True)])
 def test_merged_outputs(
     fused: Any, monkeypatch: pytest.MonkeyPatch, count: int, sink: bool, head_dim: int, dtype: torch.dtype
@@ -172,11 +172,11 @@ def test_blocks_whose_gradient_nobody_wants(monkeypatch: pytest.MonkeyPatch) -> 
 
     tiles = DqTiles(queries=16 if DEVICE == "cpu" else 64, keys=32, num_warps=4, num_stages=2, copy_engine=True)
     monkeypatch.setattr(queries, "FASTER_ON_HOPPER", {64: tiles})
-    x = backward_inputs(64, 37, 100, torch.float16)
+    x = backward_inputs(64, 17, 40, torch.float16)
     ops, want = choose_ops(x["q"].device, torch.float16, 64), wanted_dq(x)
     for fused in (fused_dq, None):
         monkeypatch.setattr(queries, "_fused", lambda q, ops, fused=fused: fused)
-        for others in ((), (0,), (3,), (0, 1, 3)):
+        for others in ((), (0, 1), (2, 3)):
             total = QueryGradient(x["grad"], x["q"], x["out"], x["lse"], ops, 64**-0.5)
             for i in range(3):
                 if i in others:
