@@ -81,6 +81,12 @@ def _print(figures: dict[str, Any]) -> None:
         moved = (approximate_bytes(figures[key].get(tier, 0)) for key in ("tier_bytes", "bytes_read", "bytes_written"))
         tiers.add_row(tier, *moved, f"{figures['stall_seconds_by_tier'].get(tier, 0.0):.2f} s")
     console.print(tiers)
+    for kind, count in figures.get("collectives", {}).items():
+        nbytes = approximate_bytes(figures["collective_bytes"][kind])
+        console.print(f"between ranks ({figures['sharding']}, {figures['reduce']}): {count:,} {kind}, {nbytes} in all")
+    if figures.get("weights_to_device") or figures.get("gradients_to_host"):
+        link = (approximate_bytes(figures[key]) for key in ("weights_to_device", "gradients_to_host"))
+        console.print("over the host's link beside pages: {} of weights, {} of gradients".format(*link))
     if figures["peak_device_bytes"]:
         console.print(f"peak of device memory: {approximate_bytes(figures['peak_device_bytes'])}")
     if figures["drift_mean"] is not None:

@@ -2,6 +2,17 @@
 
 from longstraw.collectives.average import all_reduce_mean
 from longstraw.collectives.ranks import Ranks
+from longstraw.collectives.tally import GATHER, REDUCE, SCATTER, CollectiveMeter, Tally
 from longstraw.collectives.watcher import BROKEN_NOTICE, FailureWatcher
 
-__all__ = ["BROKEN_NOTICE", "FailureWatcher", "Ranks", "all_reduce_mean"]
+__all__ = [
+    "BROKEN_NOTICE",
+    "GATHER",
+    "REDUCE",
+    "SCATTER",
+    "CollectiveMeter",
+    "FailureWatcher",
+    "Ranks",
+    "Tally",
+    "all_reduce_mean",
+]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from longstraw.collectives import Ranks, all_reduce_mean
+from longstraw.collectives import CollectiveMeter, Ranks, all_reduce_mean
 from longstraw.integrations.plain import LossScale, PlainSharding
 from longstraw.runtime.ledger import add_to_gradients, sum_dtype
 
@@ -46,7 +46,8 @@ class DdpSharding(PlainSharding):
             for leaf, anywhere in zip(leaves, used, strict=True)
             if anywhere
         }
-        all_reduce_mean(list(whole.values()), self._group)
+        with CollectiveMeter(self.tally):
+            all_reduce_mean(list(whole.values()), self._group)
         add_to_gradients(whole)
 
     def describe(self) -> str:

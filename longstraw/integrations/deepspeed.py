@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longstraw.collectives import Ranks
+from longstraw.collectives import CollectiveMeter, Ranks
 from longstraw.errors import ConfigError, TransactionStateError, UnsupportedModelError
 from longstraw.integrations.plain import LossScale, PlainSharding
+from longstraw.integrations.zero_traffic import ZeroTraffic
 from longstraw.runtime.ledger import sum_dtype
 from longstraw.runtime.sharding import WeightPrint
 
@@ -71,6 +72,9 @@ class DeepSpeedSharding(PlainSharding):
         self._delivered_at: int | None = None
         self._group = engine.seq_data_parallel_group
         self.ranks = Ranks(dist.get_process_group_ranks(self._group))
+        self._offloaded = self._stage == 3 and _is_offloaded(engine)
+        if self._stage == 3:
+            self._traffic = ZeroTraffic(engine.module, self.tally, replicas=self.ranks.size, offloaded=self._offloaded)
 
     @property
     def inner(self) -> nn.Module:
@@ -114,15 +118,21 @@ class DeepSpeedSharding(PlainSharding):
         leaves = self.leaves()
         used = self.ranks.any_of([leaf in sums for leaf in leaves])
         self.begin_gradients()
-        for together in self._runs([leaf for leaf, anywhere in zip(leaves, used, strict=True) if anywhere]):
-            with self._gathered(together, enabled=self._stage == 3):
-                for leaf in together:
-                    self._put(leaf, sums.pop(leaf, None))
-        self._end_gradients()
+        with CollectiveMeter(self.tally):
+            self._hand_over(leaves, used, sums)
+            self._end_gradients()
         self._delivered_at = self.steps
         if self._steps_engine:
             self._engine.set_gradient_accumulation_boundary(True)
             self._engine.step()
+
+    def _hand_over(
+        self, leaves: Sequence[nn.Parameter], used: Sequence[bool], sums: dict[nn.Parameter, Tensor]
+    ) -> None:
+        for together in self._runs([leaf for leaf, anywhere in zip(leaves, used, strict=True) if anywhere]):
+            with self._gathered(together, enabled=self._stage == 3):
+                for leaf in together:
+                    self._put(leaf, sums.pop(leaf, None))
 
     def _put(self, leaf: nn.Parameter, whole: Tensor | None) -> None:
         optimizer = self._engine.optimizer
@@ -162,12 +172,24 @@ class DeepSpeedSharding(PlainSharding):
     def gradient_bytes(self) -> int:
         return sum(_numel(leaf) * sum_dtype(leaf, wide=self._wide).itemsize for leaf in self.leaves())
 
+    def link_bytes(self) -> int:
+        if not self._offloaded:
+            return 0
+        assert self.ranks is not None
+        return sum(_numel(p) * p.element_size() for _, p in self.parameters()) // self.ranks.size
+
     def describe(self) -> str:
         assert self.ranks is not None
         return (
             f"gradients: {self.name} over {self.ranks.size} ranks, reduced once a step; each rank holds "
             f"{self.gradient_bytes()} bytes of them until then"
         )
+
+
+def _is_offloaded(engine: Any) -> bool:
+    """Whether weights come to a device from host memory, or from disk."""
+    settings = engine.zero_offload_param()
+    return settings is not None and str(settings.device.value) != "none" and torch.device(engine.device).type != "cpu"
 
 
 def _numel(parameter: nn.Parameter) -> int:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
-from longstraw.collectives import Ranks
+from longstraw.collectives import CollectiveMeter, Ranks
 from longstraw.errors import UnsupportedModelError
+from longstraw.integrations.fsdp2_traffic import Unit, UnitTraffic, link_bytes
 from longstraw.integrations.plain import LossScale, PlainSharding
 from longstraw.runtime.ledger import add_to_gradients, sum_dtype
 from longstraw.runtime.sharding import WeightPrint
@@ -55,6 +56,7 @@ class Fsdp2Sharding(PlainSharding):
         self._sharded = dict(model.named_parameters())
         self.ranks = Ranks(_members(self._sharded))
         self._gathered = self._find_gathered()
+        self._traffic = self._watch_units()
 
     def _reshard(self) -> None:
         for unit in self._units:
@@ -63,12 +65,18 @@ class Fsdp2Sharding(PlainSharding):
     def _find_gathered(self) -> dict[str, nn.Parameter]:
         """The parameters that stand in for the sharded ones in a pass: they stay the same objects from pass to pass."""
         found: dict[str, nn.Parameter] = {}
+        modules: dict[tuple[str, ...], list[FSDPModule]] = {}
         for unit in self._units:
             unit.unshard()
+            names = []
             for name, parameter in self._model.named_parameters():
                 if parameter is not self._sharded.get(name):
                     found[name] = parameter
+                    names.append(name)
             unit.reshard()
+            if names:
+                modules.setdefault(tuple(names), []).append(unit)
+        self._parts = [Unit(modules=tuple(of), names=names) for names, of in modules.items()]
         missing = [name for name, p in self._sharded.items() if isinstance(p, DTensor) and name not in found]
         split = [name for name, p in found.items() if isinstance(p, DTensor)]
         if split:
@@ -82,6 +90,19 @@ class Fsdp2Sharding(PlainSharding):
                 "2.11 to 2.13 gather it; use one of those"
             )
         return found
+
+    def _watch_units(self) -> UnitTraffic:
+        device = self.device()
+        assert device is not None
+        return UnitTraffic(
+            self._model,
+            self._parts,
+            self._sharded,
+            self._gathered,
+            device,
+            self.tally,
+            reduces=self.reduce == "each_pass",
+        )
 
     def device(self) -> torch.device | None:
         mesh = next(p.device_mesh for p in self._sharded.values() if isinstance(p, DTensor))
@@ -119,6 +140,7 @@ class Fsdp2Sharding(PlainSharding):
         if any(now.get(name) is not parameter for name, parameter in self._sharded.items()):
             self._sharded = now
             self._gathered = self._find_gathered()
+            self._traffic = self._watch_units()
 
     @torch.no_grad()
     def finalize(self, sums: Mapping[nn.Parameter, Tensor]) -> None:
@@ -139,7 +161,10 @@ class Fsdp2Sharding(PlainSharding):
                 continue
             if whole is None:
                 whole = torch.zeros(parameter.shape, dtype=sum_dtype(leaf, wide=self._wide), device=self.device())
-            _add_shard(parameter, _scatter_mean(whole, parameter))
+            with CollectiveMeter(self.tally):
+                shard = _scatter_mean(whole, parameter)
+            _add_shard(parameter, shard)
+            self.tally.gradients_to_host += link_bytes(parameter, shard.device)
 
     def end_step(self, *, failed: bool) -> None:
         if failed:
@@ -154,6 +179,11 @@ class Fsdp2Sharding(PlainSharding):
             locals_ = [(p, p.to_local()) for p in self.leaves() if isinstance(p, DTensor)]
             return sum(local.numel() * sum_dtype(p, wide=self._wide).itemsize for p, local in locals_)
         return super().gradient_bytes()
+
+    def link_bytes(self) -> int:
+        device = self.device()
+        assert device is not None
+        return sum(link_bytes(parameter, device) for parameter in self._sharded.values())
 
     def describe(self) -> str:
         assert self.ranks is not None

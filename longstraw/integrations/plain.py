@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from longstraw.collectives import Ranks
+from longstraw.collectives import Ranks, Tally
 from longstraw.runtime.ledger import add_to_gradients, sum_dtype
 from longstraw.runtime.sharding import WeightPrint
 
@@ -31,6 +31,7 @@ class PlainSharding:
 
     def __init__(self, model: nn.Module, *, wide: bool, scale: LossScale | None = None) -> None:
         self.ranks: Ranks | None = None
+        self.tally = Tally()
         self._model, self._wide = model, wide
         self._scale = scale
 
@@ -85,6 +86,9 @@ class PlainSharding:
 
     def gradient_bytes(self) -> int:
         return sum(leaf.numel() * sum_dtype(leaf, wide=self._wide).itemsize for leaf in self.leaves())
+
+    def link_bytes(self) -> int:
+        return 0
 
     def describe(self) -> str:
         return "gradients: one process, nothing is reduced"

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
 
+from longstraw.collectives import Tally
 from longstraw.config import Config
 from longstraw.errors import StaleWeightsError, TransactionStateError
 from longstraw.pagers.staging import StagingPool
@@ -59,6 +60,7 @@ class Engine:
         self._chunk_limit: int | None = None
         self._sums = GradientSums()
         self._accumulating = self._closed = False
+        self._counting: list[tuple[Report, Tally]] = []
         self._steps_before_sums: int | None = None
         self.lockstep = Lockstep(
             self.sharding.ranks, collective=self.sharding.lockstep, empty_pass=functools.partial(run_empty_pass, self)
@@ -163,6 +165,10 @@ class Engine:
             self._step_ledger.rollback()
             self.lockstep.fail(error)
         if self.lockstep.leave():
+            # What the step reduced is its last transaction's.
+            for report, _ in self._counting[-1:]:
+                self._count_collectives(report)
+            self._counting.clear()
             self._sums = GradientSums()
             self._steps_before_sums = None
             self.sharding.end_step(failed=error is not None)
@@ -278,11 +284,18 @@ class Engine:
         report.watch(self.tracer, self._peak.lap)
         report.sharding, report.reduce = self.sharding.name, self.sharding.reduce
         report.gradient_bytes = self.sharding.gradient_bytes()
+        self._counting.append((report, self.sharding.tally.copy()))
         self._counted = self.lockstep.empty_passes, self.lockstep.waited_seconds
+
+    def _count_collectives(self, report: Report) -> None:
+        for known, began in self._counting:
+            if known is report:
+                report.count_collectives(self.sharding.tally.since(began))
 
     def end_report(self, report: Report) -> None:
         """A transaction is over, well or not."""
         report.peak_device_bytes = self._peak.highest()
+        self._count_collectives(report)
         report.empty_passes = self.lockstep.empty_passes - self._counted[0]
         report.rank_wait_seconds = self.lockstep.waited_seconds - self._counted[1]
         if self.tracer is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from longstraw.collectives import Tally
 from longstraw.config.sizes import approximate_bytes
 from longstraw.pagers.stalls import Stall
 from longstraw.pagers.trace import Tracer, Track
@@ -43,6 +44,10 @@ class Report:
         stale_steps: optimizer steps between capture and the last use of the state.
         sharding, reduce: the framework that holds the model, and when it averages gradients: "deferred" or "each_pass".
         gradient_bytes: of gradient that this rank holds until the step ends.
+        collectives, collective_bytes: that carried weights and gradients, by kind; of whole tensors. What a step
+            reduces as `accumulate()` ends is in the report of its last transaction, and only then.
+        weights_to_device, gradients_to_host: bytes that crossed the host's link for offloaded parameters, beside those
+            of pages.
         empty_passes: made for other ranks while this transaction was open.
         rank_wait_seconds: spent in agreements with other ranks, most of it waiting for the slowest.
         aux_loss: the routers' auxiliary loss of the group that was replayed last, as transformers computes it on one
@@ -78,6 +83,10 @@ class Report:
     sharding: str = ""
     reduce: str = ""
     gradient_bytes: int = 0
+    collectives: dict[str, int] = field(default_factory=dict)
+    collective_bytes: dict[str, int] = field(default_factory=dict)
+    weights_to_device: int = 0
+    gradients_to_host: int = 0
     empty_passes: int = 0
     rank_wait_seconds: float = 0.0
     aux_loss: float | None = None
@@ -122,6 +131,11 @@ class Report:
         moved = {"read": dict(traffic.read), "written": dict(traffic.written)}
         self.passes.append({"phase": phase, "seconds": at, "peak_device_bytes": self._lap(), **moved})
 
+    def count_collectives(self, tally: Tally) -> None:
+        """Take over what the ranks sent one another."""
+        self.collectives, self.collective_bytes = dict(tally.counts), dict(tally.bytes)
+        self.weights_to_device, self.gradients_to_host = tally.weights_to_device, tally.gradients_to_host
+
     def _count_stalls(self) -> None:
         """Add the waits whose length is known by now. Never waits itself."""
         while self._stalls and self._stalls[0][1].known():
@@ -148,6 +162,17 @@ class Report:
         if self.left_out:
             lines.append(
                 f"left out of the gradient: {self.left_out} more branch(es), as the loop over replay ended before them"
+            )
+        if self.collectives:
+            sent = (
+                f"{n} {kind} of {approximate_bytes(self.collective_bytes[kind])}"
+                for kind, n in self.collectives.items()
+            )
+            lines.append(f"between ranks ({self.sharding}, {self.reduce}): {', '.join(sent)}")
+        if self.weights_to_device or self.gradients_to_host:
+            lines.append(
+                f"over the host's link beside pages: weights {approximate_bytes(self.weights_to_device)}, gradients "
+                f"{approximate_bytes(self.gradients_to_host)}"
             )
         if self.retries:
             lines.append(f"run again narrower after running out of memory: {self.retries} time(s)")

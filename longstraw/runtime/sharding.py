@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from longstraw.collectives import Ranks
+from longstraw.collectives import Ranks, Tally
 
 WeightPrint = tuple[str, int, int, torch.dtype]
 """A parameter's name, storage, in-place version and dtype."""
@@ -29,6 +29,7 @@ class Sharding(Protocol):
         lockstep: whether forward and backward passes run collectives, so that all ranks must make the same passes.
         takes_gradients: whether the framework's hooks take, or reduce, whole gradients that they find in `.grad`.
         casts_outputs: whether the framework casts floating outputs of the model to another dtype.
+        tally: what the framework's collectives, and this shim's, have carried so far.
         called: the module to call.
         inner: the model inside the framework's wrappers.
         steps: optimizer steps that torch's own optimizer hooks do not see; 0 where they see all.
@@ -40,6 +41,7 @@ class Sharding(Protocol):
     lockstep: bool
     takes_gradients: bool
     casts_outputs: bool
+    tally: Tally
 
     @property
     def called(self) -> nn.Module: ...
@@ -103,6 +105,10 @@ class Sharding(Protocol):
 
     def gradient_bytes(self) -> int:
         """Bytes of gradient that this rank holds until the step's reduction."""
+        ...
+
+    def link_bytes(self) -> int:
+        """Bytes of weights that a forward pass brings to the device over the host's link; 0 where they lie on it."""
         ...
 
     def describe(self) -> str:
