@@ -12,6 +12,7 @@ from rich.table import Table
 
 from longstraw.config.sizes import approximate_bytes
 from longstraw.errors import ConfigError
+from longstraw.runtime.report import aux_loss_line
 
 _NEEDED = ("seconds", "stall_seconds", "stall_seconds_by_tier", "bytes_read", "bytes_written", "tier_bytes", "passes")
 
@@ -89,5 +90,7 @@ def _print(figures: dict[str, Any]) -> None:
         console.print("over the host's link beside pages: {} of weights, {} of gradients".format(*link))
     if figures["peak_device_bytes"]:
         console.print(f"peak of device memory: {approximate_bytes(figures['peak_device_bytes'])}")
+    if figures.get("aux_loss") is not None:
+        console.print(aux_loss_line(figures))
     if figures["drift_mean"] is not None:
         console.print(f"drift of replayed log-probs: mean {figures['drift_mean']:.1e}, max {figures['drift_max']:.1e}")

@@ -17,6 +17,7 @@ from longstraw.resident.placement import format_bytes
 from longstraw.runtime.passes import ForwardPass, Purpose
 from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.reservations import Wish, placed_specs, wishes
+from longstraw.runtime.routers import RouterTally
 from longstraw.runtime.sizing import GraphSize, plan_chunks, plan_lanes, size_chunk, size_lane
 
 
@@ -202,7 +203,9 @@ def _phases(
 ) -> dict[str, PhaseCost]:
     costs, machine = Costs(plan.blueprint, plan.machine), plan.machine
     layers = plan.blueprint.profile.layers
-    last = [len(layers) - 1] if layers[-1].skips_unused_output else []
+    # Its routers read the last layer's attention, also of prompt tokens.
+    routed = plan.blueprint.profile.no_aux_loss is None
+    last = [len(layers) - 1] if layers[-1].skips_unused_output and not routed else []
     known = [number for number, layer in enumerate(layers) if state.keeps_output(layer.index)]
     phases = {name: PhaseCost() for name in ("capture", "replay", "backward", *(["sweep"] if exact else []))}
 
@@ -213,7 +216,8 @@ def _phases(
         phases[phase].add(sum(count for count, _ in parts), sum(time for _, time in parts), traffic, machine)
 
     for start, stop in chunks:
-        forward = ForwardPass(Purpose.CAPTURE, [stop - start], state=state, prefix_rows=start)
+        routers = RouterTally([stop - start], counting=True) if routed else None
+        forward = ForwardPass(Purpose.CAPTURE, [stop - start], state=state, prefix_rows=start, routers=routers)
         parts = [
             costs.linear(stop - start, backward=False),
             costs.mixing([stop - start], start, backward=False, skip=last),
@@ -233,7 +237,8 @@ def _phases(
         state.gradients_started = True
     for start, stop in reversed(chunks) if exact else ():
         tokens = stop - start
-        forward = ForwardPass(Purpose.SWEEP, [tokens], state=state, prefix_rows=start)
+        routers = RouterTally([tokens], counting=False) if routed else None
+        forward = ForwardPass(Purpose.SWEEP, [tokens], state=state, prefix_rows=start, routers=routers)
         parts = [costs.linear(tokens, backward=False), costs.linear(tokens, backward=True)]
         parts.append(costs.mixing([tokens], start, backward=False, skip=[*last, *known]))
         parts.append(costs.mixing([tokens], start, backward=True, skip=last))

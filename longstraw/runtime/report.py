@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,8 @@ class Report:
         chunks, chunk_tokens, lanes, lane_tokens: how it was cut.
         kept_output_layers: layers whose attention outputs over the prompt were kept for the sweep.
         checkpoint_replay, checkpoint_sweep: whether activations were recomputed.
-        seconds: wall time by phase: capture, score, replay (lane forwards), backward, sweep, finalize.
+        seconds: wall time by phase: capture, score, count (how responses are routed), replay (lane
+            forwards), backward, sweep, finalize.
         stall_seconds: time that compute waited for pages, by phase: the CUDA stream's own time, or the CPU's.
         stall_seconds_by_tier: the same, by the slowest tier that the pages came from.
         bytes_read, bytes_written: moved between tiers and compute, by tier; rows used in place are not counted.
@@ -179,25 +180,27 @@ class Report:
         if self.stale_steps:
             lines.append(f"state used {self.stale_steps} optimizer step(s) after its capture")
         if self.aux_loss is not None:
-            lines.append(self._aux_line())
+            lines.append(aux_loss_line(self.to_dict()))
         if self.drift_mean is not None:
             lines.append(f"log-probs against the scored ones: mean {self.drift_mean:.2g}, largest {self.drift_max:.2g}")
         return "\n".join(lines)
 
-    def _aux_line(self) -> str:
-        line = (
-            f"routers' auxiliary loss: {self.aux_loss:.6g} with coefficient {self.aux_loss_scale:.3g}, each prompt "
-            f"token counted {self.aux_loss_prompt_weight} time(s)"
-        )
-        if self.aux_loss_scale == 0.0:
-            return f"{line}; no loss asked for its gradient (add a multiple of lane.aux_loss)"
-        if self.gradient == "detached":
-            return f"{line}; no gradient through the prompt's share"
-        return line
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return dataclasses.asdict(self)
+
+
+def aux_loss_line(figures: Mapping[str, Any]) -> str:
+    """What a report's figures say of the routers' auxiliary loss, in one line."""
+    line = (
+        f"routers' auxiliary loss: {figures['aux_loss']:.6g} with coefficient {figures['aux_loss_scale']:.3g}, each "
+        f"prompt token counted {figures['aux_loss_prompt_weight']} time(s)"
+    )
+    if figures["aux_loss_scale"] == 0.0:
+        return f"{line}; no loss asked for its gradient (add a multiple of lane.aux_loss)"
+    if figures["gradient"] == "detached":
+        return f"{line}; no gradient through the prompt's share"
+    return line
 
 
 def _synchronize(device: torch.device) -> None:

@@ -89,6 +89,15 @@ def test_checkpointing_takes_less_memory_and_more_time(small: Blueprint) -> None
     assert with_it.phases["backward"].seconds > without.phases["backward"].seconds
 
 
+def test_the_routers_auxiliary_loss_finishes_the_prompts_last_layer(small: Blueprint) -> None:
+    assert small.profile.no_aux_loss is not None
+    with_it, without = plan(replace(small, profile=replace(small.profile, no_aux_loss=None))), plan(small)
+    for phase in ("capture", "sweep"):
+        assert with_it.phases[phase].bytes_read["host"] > without.phases[phase].bytes_read["host"]
+        assert with_it.phases[phase].seconds > without.phases[phase].seconds
+    assert with_it.phases["replay"].seconds == without.phases["replay"].seconds
+
+
 def test_a_full_tier_is_a_problem_and_every_advice_cures_it(small: Blueprint) -> None:
     found = plan(small, tiers=[{"kind": "host", "budget": "4MiB"}])
     assert found.problem is not None

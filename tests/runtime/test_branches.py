@@ -16,6 +16,16 @@ def test_a_branch_begins_with_the_prompts_last_token() -> None:
     assert packed.targets_S.tolist() == [20, 21, 30]
 
 
+def test_a_whole_branch_also_reads_its_last_token_whose_row_answers_nothing() -> None:
+    prompt = torch.tensor([10, 11, 12])
+    responses = [torch.tensor([20, 21]), torch.tensor([30])]
+    packed = PackedBranches(prompt[-1], 3, responses, torch.device("cpu"), whole=True)
+    assert packed.lengths == (3, 2)
+    assert packed.input_ids_S.tolist() == [12, 20, 21, 12, 30]
+    assert packed.positions_S.tolist() == [2, 3, 4, 2, 3]
+    assert packed.answers(packed.targets_S[:, None])[:, 0].tolist() == [20, 21, 30]
+
+
 def test_ids_come_out_as_int64_on_the_cpu() -> None:
     prompt = check_prompt(torch.tensor([0, 96], dtype=torch.int32), 97)
     assert prompt.dtype == torch.int64

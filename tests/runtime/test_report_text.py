@@ -26,3 +26,12 @@ def test_a_printed_report_names_phases_tiers_and_what_went_wrong() -> None:
 
 def test_an_untroubled_report_is_three_lines() -> None:
     assert len(str(Report()).splitlines()) == 3
+
+
+def test_the_auxiliary_loss_has_a_line_and_says_what_has_no_gradient() -> None:
+    figures = {"aux_loss": 2.04, "aux_loss_prompt_weight": 8}
+    exact, unused = str(Report(**figures, aux_loss_scale=0.001)), str(Report(**figures))
+    detached = str(Report(**figures, aux_loss_scale=0.001, gradient="detached"))
+    assert exact.endswith("auxiliary loss: 2.04 with coefficient 0.001, each prompt token counted 8 time(s)")
+    assert "no loss asked for its gradient" in unused
+    assert "no gradient through the prompt's share" in detached
