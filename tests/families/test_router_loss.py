@@ -364,13 +364,14 @@ def test_a_loss_of_nothing_else() -> None:
 # Memory, weights
 
 
-@pytest.mark.parametrize("config", [settings(), ONE_LANE], ids=["lanes", "one lane"])
-def test_lanes_that_run_out_of_memory_are_counted_and_run_narrower(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("lane_tokens", [20, 100], ids=["two lanes", "one lane"])
+def test_lanes_that_run_out_of_memory_are_counted_and_run_narrower(lane_tokens: int) -> None:
     model = asked_for(windowed_model("qwen3_moe"))
     reference = copy.deepcopy(model)
     expected = plain_aux_step(reference, GROUP)
+    config = settings(replay={"lane_tokens": lane_tokens})
     with Runtime(model, config).transaction(GROUP.prompt) as txn:
-        # The longest branch has 12 tokens, and the one behind them.
+        # The longest branch has 12 tokens, and the one behind them. However two lanes are cut, one is wider.
         with out_of_memory_in_forward(model, Fuse(above=13)):
             found = replay_aux(txn, GROUP)
         assert txn.report.retries > 0
