@@ -19,6 +19,9 @@ _CHUNK = {"cuda": 8_192, "cpu": 1_024}
 # A streamed layer is hidden behind about 2,500 tokens of compute on an H200; below this, checkpointing pays.
 _WIDE_ENOUGH = 4_096
 
+_TILE = 128
+"""Rows of a tile of a matrix product on a GPU: a chunk that ends inside one pays for all of it."""
+
 _BLOCK_TOKENS = {"cuda": 65_536, "cpu": 8_192}
 
 _KEEP_OUTPUT_FROM = {"cuda": 24_576, "cpu": 256}
@@ -130,13 +133,23 @@ def _size(
 
 
 def plan_lanes(lengths: Sequence[int], lane_tokens: int) -> list[tuple[int, ...]]:
-    """Branches packed into lanes of at most `lane_tokens`, longest first; a longer branch is alone.
+    """Branches packed into lanes of at most `lane_tokens`, as even as they come; a longer branch is alone.
 
     The same lengths always give the same lanes, so that scoring and replay compute bitwise the same.
     """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    lanes = _first_fit(lengths, order, lane_tokens)
+    # Each lane streams the whole prompt's state, so few come first; a narrow last one would wait for the link.
+    even = _least_loaded(lengths, order, len(lanes))
+    if all(len(lane) == 1 or sum(lengths[i] for i in lane) <= lane_tokens for lane in even):
+        lanes = even
+    return [tuple(sorted(lane)) for lane in lanes]
+
+
+def _first_fit(lengths: Sequence[int], order: Sequence[int], lane_tokens: int) -> list[list[int]]:
     lanes: list[list[int]] = []
     room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in order:
         at = next((i for i, left in enumerate(room) if left >= lengths[index]), None)
         if at is None:
             lanes.append([index])
@@ -144,9 +157,24 @@ def plan_lanes(lengths: Sequence[int], lane_tokens: int) -> list[tuple[int, ...]
         else:
             lanes[at].append(index)
             room[at] -= lengths[index]
-    return [tuple(sorted(lane)) for lane in lanes]
+    return lanes
+
+
+def _least_loaded(lengths: Sequence[int], order: Sequence[int], count: int) -> list[list[int]]:
+    lanes: list[list[int]] = [[] for _ in range(count)]
+    load = [0] * count
+    for index in order:
+        at = load.index(min(load))
+        lanes[at].append(index)
+        load[at] += lengths[index]
+    return lanes
 
 
 def plan_chunks(rows: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """The prompt's rows cut into chunks, first to last."""
-    return [(at, min(at + chunk_tokens, rows)) for at in range(0, rows, chunk_tokens)]
+    """The prompt's rows cut into chunks of at most `chunk_tokens`, first to last: as few as can be, and even."""
+    if not rows:
+        return []
+    count = -(-rows // chunk_tokens)
+    # Whole tiles of the matrix products, where chunks are that long.
+    even = min(-(-rows // (count * _TILE)) * _TILE, chunk_tokens)
+    return [(at, min(at + even, rows)) for at in range(0, rows, even)]

@@ -40,10 +40,12 @@ def test_every_branch_is_in_one_lane_and_no_lane_is_too_wide(seed: int) -> None:
     assert lanes == plan_lanes(lengths, width)
 
 
-def test_lanes_are_filled() -> None:
-    assert plan_lanes([7, 1, 6, 5, 4], 14) == [(0, 1, 2), (3, 4)]
+def test_lanes_are_few_and_even() -> None:
+    assert plan_lanes([7, 1, 6, 5, 4], 14) == [(0, 1, 4), (2, 3)]
     assert plan_lanes([3, 40, 1], 14) == [(1,), (0, 2)]
-    assert plan_lanes([5, 5, 5, 5], 10) == [(0, 1), (2, 3)]
+    assert [len(lane) for lane in plan_lanes([5] * 8, 35)] == [4, 4]
+    # The even packing of two lanes is one too wide here, so the first that fits is taken.
+    assert plan_lanes([3, 3, 2, 2, 2], 6) == [(0, 1), (2, 3, 4)]
 
 
 @pytest.mark.parametrize(("rows", "width"), [(0, 4), (1, 4), (4, 4), (5, 4), (61, 23)])
@@ -51,6 +53,12 @@ def test_chunks_cover_the_rows_in_order(rows: int, width: int) -> None:
     chunks = plan_chunks(rows, width)
     assert [row for start, stop in chunks for row in range(start, stop)] == list(range(rows))
     assert all(0 < stop - start <= width for start, stop in chunks)
+
+
+def test_chunks_are_even_and_of_whole_tiles() -> None:
+    sizes = [stop - start for start, stop in plan_chunks(32_767, 7_497)]
+    assert sizes == [6_656, 6_656, 6_656, 6_656, 6_143]
+    assert plan_chunks(10, 4) == [(0, 4), (4, 8), (8, 10)]
 
 
 def test_checkpointing_costs_less_memory() -> None:
