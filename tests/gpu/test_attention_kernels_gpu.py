@@ -163,3 +163,10 @@ def test_dq_alone(
         alone.append(dq)
     assert torch.equal(alone[0], alone[1]), "the same bits every time"
     assert torch.equal(alone[0], alone[2]), "and whoever fetches the tiles"
+
+
+@pytest.mark.multi_gpu
+def test_on_another_device_than_the_current_one() -> None:
+    total, x = torch.zeros(1, 3, 9, 64, device="cuda:1"), part(0, "token-major", 9, 64, torch.bfloat16, "cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(sums_for(x).add_parts(total, x, torch.float32), x.float())

@@ -2,7 +2,8 @@
 
 Half-precision parts, as cuDNN and FlashAttention return them, meet float32 sums. Tensors are [B, H, S, D] of any
 strides whose last is 1; a program takes some rows of one head, heads first, so that neighbours share memory pages
-where tensors are token-major.
+where tensors are token-major. Triton launches on the current device, which need not be the tensors' own: each launch is
+guarded.
 """
 
 # Kernels are in a language of their own: their arguments have no types that mypy knows.
@@ -99,11 +100,12 @@ def merge_parts(
     into = out_BHSD if running and dtype == torch.float32 else torch.empty_like(out_BHSD, dtype=dtype)
     into_lse = lse_BHS if running else torch.empty_like(lse_BHS)
     grid, tile = _launch(out_BHSD, MERGE)
-    _merge[grid](
-        out_BHSD, lse_BHS, part_BHSD, part_lse_BHS, into, into_lse, out_BHSD.shape[1], out_BHSD.shape[2],
-        *_row_strides(out_BHSD), *lse_BHS.stride(), *_row_strides(part_BHSD), *part_lse_BHS.stride(),
-        *_row_strides(into), *into_lse.stride(), **tile,
-    )  # fmt: skip
+    with torch.cuda.device_of(out_BHSD):
+        _merge[grid](
+            out_BHSD, lse_BHS, part_BHSD, part_lse_BHS, into, into_lse, out_BHSD.shape[1], out_BHSD.shape[2],
+            *_row_strides(out_BHSD), *lse_BHS.stride(), *_row_strides(part_BHSD), *part_lse_BHS.stride(),
+            *_row_strides(into), *into_lse.stride(), **tile,
+        )  # fmt: skip
     return into, into_lse
 
 
@@ -114,10 +116,11 @@ def add_parts(total_BHSD: Tensor, part_BHSD: Tensor, dtype: torch.dtype) -> Tens
         # One set of strides serves the total and the result.
         into = torch.empty_strided(total_BHSD.shape, total_BHSD.stride(), dtype=dtype, device=total_BHSD.device)
     grid, tile = _launch(total_BHSD, ADD)
-    _add[grid](
-        total_BHSD, part_BHSD, into, total_BHSD.shape[1], total_BHSD.shape[2],
-        *_row_strides(total_BHSD), *_row_strides(part_BHSD), **tile,
-    )  # fmt: skip
+    with torch.cuda.device_of(total_BHSD):
+        _add[grid](
+            total_BHSD, part_BHSD, into, total_BHSD.shape[1], total_BHSD.shape[2],
+            *_row_strides(total_BHSD), *_row_strides(part_BHSD), **tile,
+        )  # fmt: skip
     return into
 
 
@@ -125,10 +128,11 @@ def add_pair(k_into: Tensor, v_into: Tensor, dk_BKTD: Tensor, dv_BKTD: Tensor, *
     """Add `dk_BKTD` to `k_into` and `dv_BKTD` to `v_into`, in place and in float32; `overwrite` writes them only."""
     assert k_into.stride() == v_into.stride(), "one set of strides serves both"
     (x, y), tile = _launch(k_into, ADD)
-    _add_pair[(x, y, 2)](
-        k_into, v_into, dk_BKTD, dv_BKTD, k_into.shape[1], k_into.shape[2],
-        *_row_strides(k_into), *_row_strides(dk_BKTD), *_row_strides(dv_BKTD), OVERWRITE=overwrite, **tile,
-    )  # fmt: skip
+    with torch.cuda.device_of(k_into):
+        _add_pair[(x, y, 2)](
+            k_into, v_into, dk_BKTD, dv_BKTD, k_into.shape[1], k_into.shape[2],
+            *_row_strides(k_into), *_row_strides(dk_BKTD), *_row_strides(dv_BKTD), OVERWRITE=overwrite, **tile,
+        )  # fmt: skip
 
 
 def _row_strides(x_BHSD: Tensor) -> tuple[int, int, int]:

@@ -102,17 +102,12 @@ def softmax_delta(grad_BHSD: Tensor, out_BHSD: Tensor) -> Tensor:
     delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=out_BHSD.device)
     width = triton.next_power_of_2(head_dim)
     share = max(4096 // width, 1)
-    _delta[(heads * triton.cdiv(rows, share), batch)](
-        grad_BHSD, out_BHSD, delta, heads, rows, *grad_BHSD.stride()[:3], *out_BHSD.stride()[:3],
-        D=head_dim, BD=width, BS=share, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(out_BHSD):
+        _delta[(heads * triton.cdiv(rows, share), batch)](
+            grad_BHSD, out_BHSD, delta, heads, rows, *grad_BHSD.stride()[:3], *out_BHSD.stride()[:3],
+            D=head_dim, BD=width, BS=share, num_warps=4,
+        )  # fmt: skip
     return delta
-
-
-def takes(q_BHSD: Tensor, k_BKTD: Tensor) -> bool:
-    """Whether `add_dq` is made for these: half precision, head dim 64, 128 or 256, one row of branches."""
-    half = q_BHSD.dtype == k_BKTD.dtype and q_BHSD.dtype in (torch.float16, torch.bfloat16)
-    return half and q_BHSD.shape[3] in (64, 128, 256) and q_BHSD.shape[0] == 1
 
 
 def add_dq(
@@ -131,7 +126,7 @@ def add_dq(
 
     Args:
         dq_BHSD: float32 [1, H, S, D].
-        grad_BHSD, q_BHSD: half precision; as all tensors here, of any strides whose last is 1.
+        grad_BHSD, q_BHSD: half precision, head dim 64, 128 or 256; as all tensors here, of any strides whose last is 1.
         k_BKTD, v_BKTD: [1, K, T, D] of the queries' dtype; a key's heads lie side by side, as `kv_views` gives them.
         lse_BHS, delta_BHS: float32, contiguous, of the softmax over all keys: these and others.
     """
@@ -147,11 +142,12 @@ def add_dq(
             for x in (k_BKTD, v_BKTD)
         ]
     blocks = triton.cdiv(rows, tiles.queries)
-    _add_dq[(heads * blocks,)](
-        grad_BHSD, q_BHSD, *keys, lse_BHS, delta_BHS, dq_BHSD, rows, tokens, blocks, heads // kv_heads,
-        scale, scale * LOG2_E.value,
-        *grad_BHSD.stride()[1:3], *q_BHSD.stride()[1:3], *k_BKTD.stride()[1:3], *v_BKTD.stride()[1:3],
-        *dq_BHSD.stride()[1:3],
-        D=head_dim, BS=tiles.queries, BT=tiles.keys, TAIL=tokens % tiles.keys != 0, TMA=tiles.copy_engine,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(q_BHSD):
+        _add_dq[(heads * blocks,)](
+            grad_BHSD, q_BHSD, *keys, lse_BHS, delta_BHS, dq_BHSD, rows, tokens, blocks, heads // kv_heads,
+            scale, scale * LOG2_E.value,
+            *grad_BHSD.stride()[1:3], *q_BHSD.stride()[1:3], *k_BKTD.stride()[1:3], *v_BKTD.stride()[1:3],
+            *dq_BHSD.stride()[1:3],
+            D=head_dim, BS=tiles.queries, BT=tiles.keys, TAIL=tokens % tiles.keys != 0, TMA=tiles.copy_engine,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip

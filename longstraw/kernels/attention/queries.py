@@ -46,6 +46,7 @@ class QueryGradient:
         if fused is None:
             self.add(self._ops.backward(grad, q, k_BKTD, v_BKTD, out, lse, causal=False, scale=self._scale)[0])
             return
+        grad = grad if grad.stride(3) == 1 else grad.contiguous()
         if self._delta is None:
             self._delta = fused.softmax_delta(grad, out)
         fused.add_dq(
