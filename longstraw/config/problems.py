@@ -26,9 +26,34 @@ def config_error_from(model: type[BaseModel], settings: Mapping[str, Any]) -> It
     try:
         yield
     except ValidationError as error:
-        problems = [_describe(model, details) for details in error.errors()]
+        problems = [problem for details in error.errors() for problem in _describe_all(model, details)]
         head = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n  ".join([f"{head} in the configuration:", *problems])) from None
+
+
+def _describe_all(model: type[BaseModel], details: ErrorDetails) -> list[str]:
+    found = [_describe(model, details)]
+    if details["type"] in ("union_tag_invalid", "union_tag_not_found") and isinstance(details["input"], Mapping):
+        found += [_describe(model, other) for other in _under_unknown_kind(model, details)]
+    return found
+
+
+def _under_unknown_kind(model: type[BaseModel], details: ErrorDetails) -> Iterator[ErrorDetails]:
+    """The other mistakes in a tier whose kind is none: those that are mistakes whatever the kind was to be.
+
+    pydantic looks no further than the kind. The rest is read as the kind whose name is nearest or that has most of the
+    keys.
+    """
+    tier, kinds = details["input"], _tier_models(model)
+    near = difflib.get_close_matches(str(tier.get("kind")), kinds, n=1)
+    guess = near[0] if near else max(kinds, key=lambda kind: len(kinds[kind].model_fields.keys() & tier.keys()))
+    try:
+        kinds[guess].model_validate({**tier, "kind": guess})
+    except ValidationError as error:
+        for other in error.errors():
+            elsewhere = any(other["loc"][0] in section.model_fields for section in kinds.values())
+            if other["type"] != "missing" and not (other["type"] == "extra_forbidden" and elsewhere):
+                yield {**other, "loc": (*details["loc"], guess, *other["loc"])}
 
 
 def _describe(model: type[BaseModel], details: ErrorDetails) -> str:

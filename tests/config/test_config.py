@@ -86,6 +86,7 @@ def test_frozen() -> None:
         ({"tiers": "device"}, ["tiers", "list of tiers"]),
         ({"tiers": [{"budget": 1}]}, ["tiers[0].kind: missing", "device, host, nvme"]),
         ({"tiers": [{"kind": "gpu"}]}, ["tiers[0].kind", "'gpu'"]),
+        ({"tiers": [{"kind": "hst", "path": "/x"}]}, ["1 problem in", "tiers[0].kind"]),
         ({"tiers": [{"kind": "host"}, {"kind": "device"}]}, ["tiers", "reorder to device, host"]),
         ({"tiers": [{"kind": "host"}, {"kind": "host"}]}, ["tiers: 2 host tiers", "sum of their budgets"]),
         ({"tiers": [{"kind": "nvme"}]}, ["tiers[0].path: missing", "nvme"]),
@@ -168,3 +169,25 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         Config.load(bad)
     with pytest.raises(ConfigError, match="got int"):
         Config.load(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tier", "words"),
+    [
+        (
+            {"kind": "nvm", "path": "/x", "budgte": 1, "block": "100KiB", "engine": "posx"},
+            [
+                "4 problems",
+                "'nvme'",
+                "tiers[0].budgte: unknown key; did you mean 'budget'",
+                "tiers[0].block",
+                "'posix'",
+            ],
+        ),
+        ({"budget": "3 parsecs"}, ["2 problems", "tiers[0].kind: missing", "tiers[0].budget", "'parsecs'"]),
+        ({"kind": "disk", "pinned": "no"}, ["2 problems", "tiers[0].kind", "tiers[0].pinned", "'no'"]),
+    ],
+)
+def test_an_unknown_kind_hides_nothing(tier: dict[str, Any], words: list[str]) -> None:
+    message = refusal(tiers=[tier])
+    assert all(word in message for word in words), message
