@@ -34,6 +34,10 @@ def stress(
     fault_rate: Annotated[float, typer.Option(help="Share of the steps that a fault is put into.")] = 0.4,
     parity_rate: Annotated[float, typer.Option(help="Share of the steps compared with plain autograd.")] = 0.3,
     parity_tokens: Annotated[int, typer.Option(help="Longest prompt of a step that is compared.")] = 4096,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float64, float32 or bfloat16.", show_default="float64 on a CPU, float32 on a GPU"),
+    ] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write the figures of all ranks here.")] = None,
 ) -> None:
     """Run random groups with random faults through real transactions, and compare gradients now and then.
@@ -43,7 +47,7 @@ def stress(
     """
     import os
 
-    from longstraw.cli.device import parse_device
+    from longstraw.cli.device import parse_device, parse_dtype
     from longstraw.stress import StressOptions, run_stress
 
     ranks, local = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("LOCAL_RANK")
@@ -61,6 +65,7 @@ def stress(
         fault_rate=fault_rate,
         parity_rate=parity_rate,
         parity_tokens=parity_tokens,
+        dtype=None if dtype is None else parse_dtype(dtype),
         **({} if scratch is None else {"scratch": scratch}),
     )
     if where.type == "cuda":
@@ -98,8 +103,9 @@ def _show(result: StressResult, ranks: int) -> None:
     table.add_row("steps, transactions", f"{result.steps}, {result.transactions}")
     for tier, budget in result.budgets.items():
         moved = f"read {approximate_bytes(result.read[tier])}, written {approximate_bytes(result.written[tier])}"
-        peak = f"{approximate_bytes(result.peaks[tier])} of {approximate_bytes(budget)} at most"
-        table.add_row(f"tier {tier}", f"{moved}; {peak}")
+        share = result.fullest.get(tier, 0.0)
+        most = f"{approximate_bytes(result.peaks[tier])}, budgets to {approximate_bytes(budget)}, {share:.0%} full"
+        table.add_row(f"tier {tier}", f"{moved}; at most {most}")
     table.add_row("written to the disk (wear)", approximate_bytes(result.disk_written))
     table.add_row("faults that happened", ", ".join(f"{n} {name}" for name, n in result.faults.items() if n) or "none")
     table.add_row("ended by a clear error, then run again", _counts(result.failed_cleanly))
@@ -109,8 +115,11 @@ def _show(result: StressResult, ranks: int) -> None:
     warm, end = result.resident_bytes
     before = approximate_bytes(warm) if warm else "never (too few steps)"
     table.add_row("process, warm and at the end", f"{before}, {approximate_bytes(end)}")
+    if result.device_bytes[1]:
+        held = (approximate_bytes(count) for count in result.device_bytes)
+        table.add_row("CUDA memory between runtimes, warm and at the end", ", ".join(held))
     table.add_row(
-        "steps compared with plain autograd",
+        f"steps compared with plain autograd, {result.dtype}",
         f"{result.compared}, worst {result.worst_error:.1e} {result.worst_parameter} (may be {result.tolerance:.0e})",
     )
     console.print(table)

@@ -15,7 +15,7 @@ from longstraw.pagers.numa import UNBOUND, Binding
 from longstraw.pagers.protocol import Extent, check_rows
 from longstraw.pagers.trace import Tracer, Track
 from longstraw.pagers.transfer import DoneTransfer, Transfer, record_on, side_streams
-from longstraw.resident.placement import format_bytes
+from longstraw.resident.placement import HolesError, format_bytes
 
 
 class HostPager:
@@ -64,7 +64,7 @@ class HostPager:
         while self._extents.capacity + nbytes > self.budget and self._drop_empty():
             pass
         if self._extents.capacity + nbytes > self.budget:
-            raise CapacityError(
+            raise HolesError(
                 f"tier {self.name}: {format_bytes(nbytes)} asked for in one piece, "
                 f"{format_bytes(self.used)} of {format_bytes(self.budget)} used, the largest hole is "
                 f"{format_bytes(self.largest_free())}; raise its tiers[i].budget"

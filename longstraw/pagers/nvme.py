@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from longstraw.errors import CapacityError, PageLostError
+from longstraw.errors import PageLostError
 from longstraw.pagers.checksums import Checksums
 from longstraw.pagers.engines import Buffer, DeviceEngine, EngineName, EngineSettings, choose_engine
 from longstraw.pagers.extents import ExtentAllocator
@@ -21,7 +21,7 @@ from longstraw.pagers.range_lock import RangeLock
 from longstraw.pagers.spool import SECTOR, SpoolFile
 from longstraw.pagers.trace import Tracer, Track
 from longstraw.pagers.transfer import ThreadTransfer, Transfer, record_on, side_streams
-from longstraw.resident.placement import format_bytes
+from longstraw.resident.placement import HolesError, format_bytes
 
 CHECKED_BYTES = 64 << 10
 """Bytes under one checksum, and so the unit of I/O with checksums; without, it is a sector."""
@@ -97,7 +97,7 @@ class NvmePager:
     def _grow(self, nbytes: int) -> None:
         size = self._extents.capacity + nbytes
         if size > self.budget:
-            raise CapacityError(
+            raise HolesError(
                 f"tier {self.name}: {format_bytes(nbytes)} more asked for in one piece, "
                 f"{format_bytes(self.used)} of {format_bytes(self.budget)} used, the largest hole is "
                 f"{format_bytes(self.largest_free())}; raise its tiers[i].budget"

@@ -12,6 +12,10 @@ EXTENT_ALIGNMENT = 4096
 """Bytes that an extent is rounded up to: a disk sector and a memory page."""
 
 
+class HolesError(CapacityError):
+    """A tier does not have the bytes in one piece, though it may have them in holes between those of other owners."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """A wish for `rows` rows of a state. A lower `priority` number takes the fastest tier first."""

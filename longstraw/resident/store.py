@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from longstraw.errors import PageStateError
+from longstraw.errors import CapacityError, PageStateError
 from longstraw.resident.lease import Access, Lease
-from longstraw.resident.placement import PlacedRun, Reservation, TierBudget, place, round_up
+from longstraw.resident.placement import (
+    EXTENT_ALIGNMENT,
+    HolesError,
+    PlacedRun,
+    Reservation,
+    TierBudget,
+    place,
+    round_up,
+)
 from longstraw.resident.segment import Run, Segment
 
 if TYPE_CHECKING:
@@ -53,20 +61,44 @@ class PageStore:
         """Reserve memory for every reservation, or for none. One segment each, in the order given, all pages
         FREE.
 
-        An owner may reserve more later. Raises `CapacityError` if the tiers cannot hold them, with the
-        figures.
+        An owner may reserve more later. What a tier has only in holes that are too small goes to the next tier.
+        Raises `CapacityError` if the tiers cannot hold them, with the figures.
         """
-        tiers = [
-            TierBudget(name=pager.name, free_bytes=pager.budget - pager.used, budget_bytes=pager.budget)
-            for pager in self.pagers
-        ]
-        placed = place(reservations, tiers, self.page_rows)
+        in_holes = [0] * len(self.pagers)
+        scattered: HolesError | None = None
+        while True:
+            tiers = [
+                TierBudget(name=pager.name, free_bytes=pager.budget - pager.used - lost, budget_bytes=pager.budget)
+                for pager, lost in zip(self.pagers, in_holes, strict=True)
+            ]
+            try:
+                placed = place(reservations, tiers, self.page_rows)
+            except CapacityError as shortage:
+                raise scattered or shortage from None
+            try:
+                segments = self._take(owner, reservations, placed, in_holes)
+            except HolesError as error:
+                scattered = error
+                continue
+            self._owners.setdefault(owner, []).extend(segments)
+            return segments
+
+    def _take(
+        self,
+        owner: str,
+        reservations: Sequence[Reservation],
+        placed: Sequence[Sequence[PlacedRun]],
+        in_holes: list[int],
+    ) -> list[Segment]:
+        """Memory for every run, or for none. HolesError if a tier's is too scattered, with those bytes added to its
+        `in_holes`."""
         wanted = [0] * len(self.pagers)
         for runs, reservation in zip(placed, reservations, strict=True):
             for run in runs:
                 wanted[run.tier] += round_up(run.rows * reservation.state.row_bytes)
         made: list[Run] = []
         segments: list[Segment] = []
+        tier = 0
         try:
             for pager, nbytes in zip(self.pagers, wanted, strict=True):
                 if nbytes:
@@ -74,13 +106,17 @@ class PageStore:
             for runs, reservation in zip(placed, reservations, strict=True):
                 first = len(made)
                 for placed_run in runs:
+                    tier = placed_run.tier
                     self._allocate(placed_run, reservation.state.row_bytes, made)
                 segments.append(Segment(owner, reservation.state, reservation.rows, self.page_rows, made[first:]))
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, HolesError):
+                left = self.pagers[tier].budget - self.pagers[tier].used
+                # Doubled, for each try is a whole one: pieces of a run round up each for themselves.
+                in_holes[tier] = max(in_holes[tier] + left, 2 * in_holes[tier], EXTENT_ALIGNMENT)
             for taken in made:
                 taken.pager.free(taken.extent)
             raise
-        self._owners.setdefault(owner, []).extend(segments)
         return segments
 
     def _allocate(self, placed: PlacedRun, row_bytes: int, made: list[Run]) -> None:

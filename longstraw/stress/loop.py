@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,9 @@ CLEAR = (CapacityError, PageLostError, RankFailedError, torch.OutOfMemoryError, 
 _WARM_STEPS = 20
 _GROWTH = 256 << 20
 """Bytes that the process may grow by after it is warm: the allocator's and torch's own caches."""
+_WARM_ERAS = 2
+_DEVICE_GROWTH = 64 << 20
+"""The same of CUDA memory between runtimes: workspaces that libraries keep."""
 
 Watch = Callable[[StressResult], None]
 
@@ -56,7 +60,10 @@ class _Run:
         self.watch = watch
         self.inner = build_model(options, device)
         self.model = together.wrap(self.inner)
-        self.result = StressResult(rank=together.rank, tolerance=default_tolerance(self.inner.dtype)[0])
+        dtype = self.inner.dtype
+        self.result = StressResult(
+            rank=together.rank, tolerance=default_tolerance(dtype)[0], dtype=str(dtype).removeprefix("torch.")
+        )
         # Each rank has faults of its own; what is done together is drawn from the other.
         self.mine = random.Random(f"{options.seed} faults {together.rank}")
         self.shared = random.Random(f"{options.seed} shared")
@@ -77,6 +84,7 @@ class _Run:
                     self.result.seconds = time.monotonic() - began
                     self.watch(self.result)
             era += 1
+            self._check_device(era)
             if self.together.first(self._over(began, step)):
                 break
             if any(self.together.gather(bool(self.result.problems))):
@@ -102,8 +110,9 @@ class _Run:
         return sum(txn.report.tier_bytes.values())
 
     def _cut(self, need: int) -> tuple[int, int, int]:
-        """Three budgets that the largest group mostly just fits: what is over goes into rounding to whole pages."""
-        return int(need * 0.3), int(need * 0.4), int(need * 1.1)
+        """Three budgets that the largest group just fits: what is over goes into rounding to whole pages, and, where
+        pages are small, into attention outputs that are kept."""
+        return int(need * 0.3), int(need * 0.4), int(need * 0.42)
 
     @contextmanager
     def _era(self, settings: Mapping[str, Any]) -> Iterator[Runtime]:
@@ -121,9 +130,7 @@ class _Run:
     def _step(self, runtime: Runtime, step: int) -> None:
         compared = self.shared.random() < self.options.parity_rate
         most = min(self.options.parity_tokens, self.options.prompt_tokens) if compared else self.options.prompt_tokens
-        everyone = [
-            make_groups(self.options, step, rank, most_prompt=most) for rank in range(self.together.world)
-        ]
+        everyone = [make_groups(self.options, step, rank, most_prompt=most) for rank in range(self.together.world)]
         groups = everyone[self.together.rank]
         entry = self._entry(step)
         if self.mine.random() < self.options.fault_rate:
@@ -175,8 +182,9 @@ class _Run:
         except CLEAR as error:
             # Its frames would keep the step's tensors alive.
             return error.with_traceback(None)
+        budgets = {pager.name: pager.budget for pager in runtime._engine.store.pagers}
         for report in reports:
-            self.result.add(report)
+            self.result.add(report, budgets)
         return None
 
     def _after_failure(
@@ -219,7 +227,7 @@ class _Run:
         """Against plain autograd on the groups of every rank, averaged over ranks, on top of what was there before."""
         reference = copy.deepcopy(self.inner)
         reference.zero_grad(set_to_none=True)
-        if reference.dtype == torch.bfloat16:
+        if reference.dtype.itemsize < 4:
             reference.float()
         for groups in everyone:
             for group in groups:
@@ -246,6 +254,16 @@ class _Run:
         if warm and end - warm > max(_GROWTH, warm // 4):
             self.result.problems.append(f"the process grew from {warm} to {end} bytes after it was warm")
 
+    def _check_device(self, eras: int) -> None:
+        """No runtime is open: what CUDA memory is left is the model, gradients aside."""
+        self.inner.zero_grad(set_to_none=True)
+        gc.collect()
+        held = held_device_bytes(self.device)
+        warm = held if eras <= _WARM_ERAS else self.result.device_bytes[0]
+        self.result.device_bytes = (warm, held)
+        if held - warm > _DEVICE_GROWTH:
+            self.result.problems.append(f"{held} bytes of CUDA memory are held between runtimes, once it was {warm}")
+
     def _check_scratch(self) -> None:
         self.together.gather(None)  # nobody's tier is open any more
         mine = [left for left in leftovers(Path(self.options.scratch)) if f"-{psutil.Process().pid}-" in left.path.name]
@@ -258,6 +276,11 @@ class _Run:
             for parameter in self.inner.parameters():
                 if parameter.grad is not None:
                     parameter -= 1e-3 * parameter.grad / (1 + parameter.grad.norm())
+
+
+def held_device_bytes(device: torch.device) -> int:
+    """Bytes of tensors that are alive on a CUDA device; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _equal(gradient: Tensor | None, before: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,10 @@ class StressResult:
         worst_error, worst_parameter, tolerance: of those.
         stall_seconds: compute waited for pages.
         budgets, peaks: the largest budget of each tier, and the most that one transaction reserved of it.
+        fullest: the largest share of its budget that one transaction reserved of each tier.
+        dtype: of the model.
         resident_bytes: of the process, when it was warm and at the end.
+        device_bytes: of CUDA memory between runtimes, when it was warm and at the end; (0, 0) on a CPU.
         problems: what must not be; empty in a run that passed.
     """
 
@@ -46,17 +50,20 @@ class StressResult:
     worst_parameter: str = ""
     tolerance: float = 0.0
     stall_seconds: float = 0.0
+    dtype: str = ""
     resident_bytes: tuple[int, int] = (0, 0)
+    device_bytes: tuple[int, int] = (0, 0)
     budgets: dict[str, int] = field(default_factory=dict)
     peaks: Counter[str] = field(default_factory=Counter)
+    fullest: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
         return not self.problems
 
-    def add(self, report: Report) -> None:
-        """Count a transaction that ended well."""
+    def add(self, report: Report, budgets: Mapping[str, int]) -> None:
+        """Count a transaction that ended well, in tiers of these budgets."""
         self.transactions += 1
         self.read.update(report.bytes_read)
         self.written.update(report.bytes_written)
@@ -64,6 +71,8 @@ class StressResult:
         self.stall_seconds += sum(report.stall_seconds.values())
         for tier, nbytes in report.tier_bytes.items():
             self.peaks[tier] = max(self.peaks[tier], nbytes)
+            if budgets[tier]:
+                self.fullest[tier] = max(self.fullest.get(tier, 0.0), nbytes / budgets[tier])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

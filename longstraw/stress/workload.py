@@ -30,7 +30,8 @@ class Group:
 
 
 def build_model(options: StressOptions, device: torch.device) -> Any:
-    """A random Qwen3: float64 on a CPU, bfloat16 on a GPU."""
+    """A random Qwen3."""
+    dtype = options.dtype or (torch.float64 if device.type == "cpu" else torch.float32)
     heads = max(options.hidden_size // 64, 4)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -54,7 +55,7 @@ def build_model(options: StressOptions, device: torch.device) -> Any:
                 parameter.copy_(noise * (0.2 if "layers" not in name else 1.2 / parameter.shape[1] ** 0.5))
             else:
                 parameter.copy_(1 + 0.1 * noise)
-    return model.to(device, torch.float64 if device.type == "cpu" else torch.bfloat16).train()
+    return model.to(device, dtype).train()
 
 
 def make_groups(options: StressOptions, step: int, rank: int, *, most_prompt: int) -> list[Group]:

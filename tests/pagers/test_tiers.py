@@ -3,6 +3,7 @@ arenas."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from longstraw.errors import CapacityError
 from longstraw.pagers import DevicePager, HostPager, NvmePager, Pager
 from longstraw.pagers.arena import HostArena
+from longstraw.resident import Field, PageStore, Reservation, State, StateKind
 
 CPU = torch.device("cpu")
 UNIT = 4096
@@ -125,3 +127,24 @@ def test_host_gives_empty_arenas_back_for_one_large_extent() -> None:
 def test_host_memory_that_the_machine_has_not() -> None:
     with pytest.raises(CapacityError, match=r"tiers\[i\].budget"):
         HostArena(1 << 60, CPU)
+
+
+@pytest.mark.parametrize("kind", ["host", "nvme"])
+def test_holes_of_a_tier_do_not_refuse_what_the_next_has(tmp_path: Path, kind: str) -> None:
+    """Prompts of many lengths, one after another and side by side, until a tier is full of small holes."""
+    near: Pager = HostPager(64 << 12, CPU) if kind == "host" else NvmePager(tmp_path, 64 << 12, CPU)
+    store = PageStore([near, NvmePager(tmp_path, 1 << 24, CPU, name="last")], 300)
+    state = State(StateKind.TOKEN, 0, "kv", (Field("k", (5,)),), "float32")
+    rng = random.Random(0)
+    held: list[str] = []
+    for index in range(200):
+        store.reserve(str(index), [Reservation(state, rng.randint(1, 3000)) for _ in range(rng.randint(1, 3))])
+        held.append(str(index))
+        while len(held) > 3:
+            store.release(held.pop(rng.randrange(len(held))))
+    for owner in held:
+        store.release(owner)
+    assert [pager.used for pager in store.pagers] == [0, 0]
+    assert near.peak > 0.9 * near.budget
+    for pager in store.pagers:
+        pager.close()

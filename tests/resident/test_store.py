@@ -9,6 +9,7 @@ import pytest
 from longstraw.errors import CapacityError, PageLostError, PageStateError
 from longstraw.pagers.protocol import Extent
 from longstraw.resident import Access, Field, PageState, PageStore, Reservation, Segment, State, StateKind
+from longstraw.resident.placement import HolesError
 
 KV = State(StateKind.TOKEN, 0, "kv", (Field("x", (8,)),), "uint8")
 
@@ -175,6 +176,28 @@ def test_a_tier_in_fragments_gives_several_runs(monkeypatch: pytest.MonkeyPatch)
     assert [(run.start, run.stop) for run in segment.runs] == [(0, 500), (500, 1000), (1000, 1234)]
     fill(store, segment, 0, 1234, 7)
     assert read(store, segment, 490, 1010) == bytes([7] * 520 * 8)
+
+
+def test_what_is_scattered_goes_to_the_next_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The near tier has two pages free, but not side by side where the third extent is asked for."""
+    store, near, far = two_tiers(page_rows=512)
+    near.budget = 5 * 4096
+    allocate = near.allocate
+
+    def allocate_or_not(nbytes: int) -> Extent:
+        if near.used + nbytes > 2 * 4096:
+            raise HolesError("in one piece")
+        return allocate(nbytes)
+
+    monkeypatch.setattr(near, "allocate", allocate_or_not)
+    segments = store.reserve("me", [Reservation(KV, 512) for _ in range(4)])
+    assert [segment.tier_bytes() for segment in segments] == [{"near": 4096}, {"near": 4096}, *[{"far": 4096}] * 2]
+    store.release("me")
+    assert (near.used, far.used) == (0, 0)
+    far.budget = 4096
+    with pytest.raises(HolesError, match="in one piece"):
+        store.reserve("me", [Reservation(KV, 512) for _ in range(4)])
+    assert (near.used, far.used, store.pages_in_use()) == (0, 0, 0)
 
 
 def test_partial_pages_fill_further_without_holes(far: tuple[PageStore, Segment, BytesPager]) -> None:

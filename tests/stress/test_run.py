@@ -37,6 +37,8 @@ def test_passes(tmp_path: Path) -> None:
     assert sum(result.faults.values()) > 0
     assert result.read["nvme"] > 0
     assert result.disk_written > 0
+    assert result.dtype == "float64"
+    assert max(result.fullest.values()) > 0.8, "the budgets are no limits"
     assert list(tmp_path.iterdir()) == []
     json.dumps(result.to_dict())
 
@@ -67,6 +69,11 @@ def broken(monkeypatch: pytest.MonkeyPatch, where: str) -> dict[str, Any]:
         monkeypatch.setattr(Checksums, "first_wrong", lambda self, data, offset: None)
         monkeypatch.setattr(loop, "Fault", [Fault.FLIPPED_BYTE])
         return {"fault_rate": 1.0, "parity_rate": 1.0, "steps": 40}
+    elif where == "leaked device memory":
+        held = iter(range(1 << 20, 1 << 40, 48 << 20))
+        monkeypatch.setattr(loop, "held_device_bytes", lambda device: next(held))
+        monkeypatch.setattr(loop, "STEPS_OF_AN_ERA", 1)
+        return {"steps": 6, "fault_rate": 0.0, "parity_rate": 0.0}
     elif where == "a touched gradient":
         real = GradientLedger.rollback
 
@@ -88,6 +95,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, where: str) -> dict[str, Any]:
     [
         ("leaked pages", "pages are still reserved"),
         ("leaked bytes", "bytes of tier host are still used"),
+        ("leaked device memory", "bytes of CUDA memory are held between runtimes"),
         ("wrong bytes", "is off by"),
         ("a touched gradient", "is not what it was before the step"),
     ],
@@ -145,8 +153,16 @@ def test_command(tmp_path: Path, invoke: Callable[..., Any], monkeypatch: pytest
 
 @pytest.mark.stress
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path: Path) -> None:
-    given = options(tmp_path, steps=20, hidden_size=256, prompt_tokens=4000, response_tokens=200, parity_tokens=1000)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_on_a_gpu(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    """bfloat16 goes through the fused kernels; its rounding against float32 is not what this is about."""
+    given = options(
+        tmp_path, steps=26, hidden_size=256, prompt_tokens=4000, response_tokens=200, dtype=dtype,
+        parity_rate=0.3 if dtype is None else 0.0,
+    )  # fmt: skip
     result = run_stress(given, torch.device("cuda", 0))
     assert result.problems == []
-    assert result.compared > 0
+    assert result.compared > 0 or dtype is not None
+    assert result.disk_written > 0
+    assert result.device_bytes[0] > 0
+    assert max(result.fullest.values()) > 0.8
