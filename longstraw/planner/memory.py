@@ -81,7 +81,7 @@ def device_memory(
     swept = min(chunk.tokens, rows) if exact else 0
     widest = max(lane_tokens)
     graphs = widest * graph_bytes(profile, lane.checkpoint), swept * graph_bytes(profile, chunk.checkpoint)
-    layer = profile.graph_bytes / max(len(profile.layers), 1)
+    layer = profile.graph_bytes / max(profile.blocks, 1)
     return DeviceMemory(
         weights=blueprint.weight_bytes,
         gradients=gradient_sums(blueprint, config),

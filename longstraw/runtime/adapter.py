@@ -22,7 +22,8 @@ class ModelProfile:
     """What a short run of the model showed: its layers' state, and what its graph costs.
 
     Attributes:
-        layers: in the order in which the model runs them.
+        layers: those that mix tokens, in the order in which the model runs them.
+        blocks: how many layers there are in all, each of which can be checkpointed.
         graph_bytes: bytes that autograd keeps for a token, all layers, without checkpointing.
         hidden_size, vocab_size: of the hidden states and the LM head.
         hidden_dtype: of the hidden states.
@@ -30,6 +31,7 @@ class ModelProfile:
     """
 
     layers: tuple[LayerSpec, ...]
+    blocks: int
     graph_bytes: int
     hidden_size: int
     vocab_size: int

@@ -40,11 +40,11 @@ class GraphSize:
 def graph_bytes(profile: ModelProfile, checkpoint: bool) -> int:
     """Bytes of live graph a token. With checkpointing: each layer's input and what it keeps beside it, and one layer's
     whole graph with its gradients."""
-    if not checkpoint or not profile.layers:
+    if not checkpoint or not profile.blocks:
         return max(profile.graph_bytes, 1)
-    inputs = len(profile.layers) * profile.hidden_size * profile.hidden_dtype.itemsize
+    inputs = profile.blocks * profile.hidden_size * profile.hidden_dtype.itemsize
     kept = inputs + sum(layer.kept_bytes for layer in profile.layers)
-    return kept + 3 * profile.graph_bytes // len(profile.layers)
+    return kept + 3 * profile.graph_bytes // profile.blocks
 
 
 def workspace_bytes(profile: ModelProfile) -> int:

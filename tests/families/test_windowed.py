@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from longstraw import Runtime, state_bytes
 from longstraw.errors import UnsupportedModelError
 from longstraw.integrations.transformers import adapter as adapter_module
+from longstraw.integrations.transformers.head import BehindHead
 from longstraw.resident.state import StateKind
 from tests.families.windowed_models import KINDS, WINDOW, multimodal_gemma3, windowed_model
 from tests.parity.models import (
@@ -237,7 +238,7 @@ def test_the_models_own_soft_cap_is_back_after_a_failure() -> None:
 
 def test_a_soft_cap_that_is_left_out_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     original = adapter_module.head_output
-    monkeypatch.setattr(adapter_module, "head_output", lambda *args: original(*args[:4], None))
+    monkeypatch.setattr(adapter_module, "head_output", lambda *args: original(*args[:4], BehindHead()))
     model = windowed_model("gemma2")
     with pytest.raises(AssertionError):
         check_parity(model, [GROUP])

@@ -27,6 +27,10 @@ TINY: dict[str, Callable[[], Any]] = {
         "qwen3_next", dtype=torch.float32, moe_intermediate_size=16, shared_expert_intermediate_size=16
     ),
     "bamba": lambda: mamba2_models.build("bamba", dtype=torch.float32),
+    "granitemoehybrid": lambda: mamba2_models.build("granitemoehybrid", dtype=torch.bfloat16),
+    "nemotron_h": lambda: mamba2_models.build(
+        "nemotron_h", "LEAML", dtype=torch.bfloat16, moe_intermediate_size=16, moe_shared_expert_intermediate_size=16
+    ),
     "gemma2": lambda: windowed_models.windowed_model("gemma2").float(),
     "gpt_oss": lambda: windowed_models.windowed_model("gpt_oss").float(),
     "deepseek_v3": lambda: latent_models.tiny("deepseek_v3").float(),

@@ -83,7 +83,8 @@ def test_a_detached_step_has_no_sweep_and_no_gradient_pages(small: Blueprint) ->
 
 
 def test_checkpointing_takes_less_memory_and_more_time(small: Blueprint) -> None:
-    deep = replace(small, profile=replace(small.profile, layers=small.profile.layers * 6), work=small.work * 6)
+    profile = replace(small.profile, layers=small.profile.layers * 6, blocks=small.profile.blocks * 6)
+    deep = replace(small, profile=profile, work=small.work * 6)
     with_it, without = (plan(deep, prompt=2000, replay={"checkpoint": choice}) for choice in (True, False))
     assert with_it.memory.beyond_weights < without.memory.beyond_weights
     assert with_it.phases["backward"].seconds > without.phases["backward"].seconds

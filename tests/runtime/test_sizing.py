@@ -15,6 +15,7 @@ from longstraw.runtime.sizing import fitting_tokens, graph_bytes, plan_chunks, p
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROFILE = ModelProfile(
     layers=tuple(LayerSpec(index=i, states=(), kept_bytes=100, workspace_bytes=50) for i in range(4)),
+    blocks=4,
     graph_bytes=4000,
     hidden_size=10,
     vocab_size=100,

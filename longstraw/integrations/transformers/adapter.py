@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from longstraw.errors import TransactionStateError, UnsupportedModelError
 from longstraw.integrations.transformers import attention, checks, rope, routers
 from longstraw.integrations.transformers.families import family_of
-from longstraw.integrations.transformers.head import head_output
+from longstraw.integrations.transformers.head import BehindHead, head_output
 from longstraw.integrations.transformers.probe import probe
 from longstraw.runtime.adapter import ModelProfile
 from longstraw.runtime.passes import ForwardPass
@@ -37,7 +37,8 @@ class TransformersAdapter:
         self._base = checks.unwrap(model)
         self._config = checks.text_config(self._base)
         self._layers = checks.find_attentions(self._base)
-        self._softcap_key = checks.head_softcap_key(self._layers)
+        self._blocks = checks.decoder_layers(self._base, self._config)
+        self._softcap_key, self._divisor_key = checks.head_keys(self._layers)
         self._device = sharding.device() or checks.single_device(model)
         self._rotaries = rope.rotary_modules(self._base)
         self._routers = routers.find_routers(self._base)
@@ -58,8 +59,13 @@ class TransformersAdapter:
 
     @property
     def layer_numbers(self) -> frozenset[int]:
-        """Of all decoder layers."""
+        """Of the decoder layers that mix tokens."""
         return frozenset(self._layers)
+
+    @property
+    def blocks(self) -> int:
+        """How many decoder layers there are."""
+        return len(self._blocks)
 
     def state_key(self) -> Hashable:
         return checks.adapter_state(self._model)
@@ -109,6 +115,9 @@ class TransformersAdapter:
         if self._untouched_hooks == hooks:
             return
         ours = self._head_result
+        if ours is not None and ours.dtype == torch.float64 and result.dtype == torch.float32:
+            # Logits of such a model are float32 whatever its own dtype, and so are the log-probs then.
+            ours = ours.float()
         if ours is None or result.shape != ours.shape or not torch.equal(result.detach().to(ours.dtype), ours):
             raise UnsupportedModelError(
                 f"{type(self._base).__name__} changes its logits after the LM head, which is not supported yet"
@@ -133,23 +142,23 @@ class TransformersAdapter:
                 top_k = self._config.num_experts_per_tok
                 stack.enter_context(routers.followed(self._routers, forward.routers, top_k))
             head = self._base.get_output_embeddings()
-            softcap = stack.enter_context(self._without_head_softcap())
+            behind = stack.enter_context(self._nothing_behind_head())
             stack.enter_context(
-                _exchanged(head, functools.partial(self._head_forward, head, head.forward, forward, softcap))
+                _exchanged(head, functools.partial(self._head_forward, head, head.forward, forward, behind))
             )
             for _, mixer in self._layers.values():
                 family = family_of(mixer)
                 if family is not None and family.exchange is not None:
                     stack.enter_context(_exchanged(mixer, family.exchange(mixer, forward)))
             if forward.checkpoint:
-                for layer, _ in self._layers.values():
+                for layer in self._blocks:
                     stack.enter_context(_exchanged(layer, _checkpointed(layer.forward)))
             yield
 
     def _head_forward(
-        self, head: nn.Module, original: Any, forward: ForwardPass, softcap: float | None, hidden_states: Tensor
+        self, head: nn.Module, original: Any, forward: ForwardPass, behind: BehindHead, hidden_states: Tensor
     ) -> Tensor:
-        result = head_output(head, original, hidden_states, forward, softcap)
+        result = head_output(head, original, hidden_states, forward, behind)
         if self._untouched_hooks != self._hooks_behind_head():
             self._head_result = result.detach()
         if self.sharding.casts_outputs:
@@ -173,19 +182,22 @@ class TransformersAdapter:
                 config._attn_implementation = implementation
 
     @contextmanager
-    def _without_head_softcap(self) -> Iterator[float | None]:
-        """The soft cap of the logits, which the model leaves out within: it would act on our log-probs instead."""
+    def _nothing_behind_head(self) -> Iterator[BehindHead]:
+        """What the model does to its logits, and leaves out within: it would act on our log-probs instead."""
         # The class that has the head reads its own config: a multimodal one does not look into its text part's.
-        key, config = self._softcap_key, self._base.config
-        softcap: float | None = None if key is None else getattr(config, key, None)
-        if key is None or softcap is None:
-            yield None
-            return
-        setattr(config, key, None)
+        config = self._base.config
+        keys: dict[str | None, float | None] = {self._softcap_key: None, self._divisor_key: 1.0}
+        neutral = {key: value for key, value in keys.items() if key is not None}
+        before = {key: getattr(config, key, value) for key, value in neutral.items()}
+        for key, value in neutral.items():
+            setattr(config, key, value)
         try:
-            yield softcap
+            yield BehindHead(
+                softcap=before.get(self._softcap_key or ""), divisor=before.get(self._divisor_key or "") or 1.0
+            )
         finally:
-            setattr(config, key, softcap)
+            for key, value in before.items():
+                setattr(config, key, value)
 
     @contextmanager
     def _without_checkpointing(self) -> Iterator[None]:

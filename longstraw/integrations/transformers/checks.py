@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longstraw.errors import UnsupportedModelError
-from longstraw.integrations.transformers.families import family_of, known_classes
+from longstraw.integrations.transformers.families import FAMILIES, family_of, known_classes
 
 _WRAPPERS = {
     "FullyShardedDataParallel": "FSDP1; use FSDP2, torch.distributed.fsdp.fully_shard",
@@ -55,15 +55,16 @@ def _refuse_prompt_learning(model: nn.Module) -> None:
 
 
 def find_attentions(model: PreTrainedModel) -> dict[int, tuple[nn.Module, nn.Module]]:
-    """Each decoder layer with its attention module, by layer number.
+    """Each decoder layer with its attention module, by layer number; layers that mix no tokens are left out.
 
     Raises UnsupportedModelError, with the class's name, if some layer has none of a known family, or more than one.
     """
     config = text_config(model)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder; only decoders are supported")
-    layers = _decoder_layers(model, config)
+    layers = decoder_layers(model, config)
     found: dict[int, tuple[nn.Module, nn.Module]] = {}
+    rowwise = frozenset[str]().union(*(family.rowwise_classes for family in FAMILIES))
     for number, layer in enumerate(layers):
         mixers = _outermost([m for m in layer.modules() if m is not layer and hasattr(m, "layer_idx")])
         for mixer in mixers:
@@ -76,6 +77,8 @@ def find_attentions(model: PreTrainedModel) -> dict[int, tuple[nn.Module, nn.Mod
             reason = family.refuse(mixer, config)
             if reason is not None:
                 raise UnsupportedModelError(f"{type(model).__name__}: {reason}")
+        if not mixers and any(type(child).__name__ in rowwise for child in layer.children()):
+            continue
         if len(mixers) != 1 or mixers[0].layer_idx in found:
             raise UnsupportedModelError(
                 f"layer {number} of {type(model).__name__} has {len(mixers)} attention modules of its own; "
@@ -91,12 +94,14 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if module not in parts]
 
 
-def head_softcap_key(layers: dict[int, tuple[nn.Module, nn.Module]]) -> str | None:
-    """The text config's key of the logits' soft cap, where a family of the model has one."""
-    families = (family_of(mixer) for _, mixer in layers.values())
-    keys = {family.head_softcap_key for family in families if family is not None} - {None}
-    assert len(keys) <= 1, keys
-    return keys.pop() if keys else None
+def head_keys(layers: dict[int, tuple[nn.Module, nn.Module]]) -> tuple[str | None, str | None]:
+    """The text config's keys of the logits' soft cap and of their divisor, where a family of the model has one."""
+    families = [family for _, mixer in layers.values() if (family := family_of(mixer)) is not None]
+    softcaps = {family.head_softcap_key for family in families} - {None}
+    divisors = {family.head_divisor_key for family in families} - {None}
+    # A model with both would have to say which comes first.
+    assert len(softcaps) + len(divisors) <= 1, (softcaps, divisors)
+    return next(iter(softcaps), None), next(iter(divisors), None)
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -104,7 +109,8 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config()
 
 
-def _decoder_layers(model: PreTrainedModel, config: Any) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel, config: Any) -> nn.ModuleList:
+    """The stack of all decoder layers, those that mix no tokens too."""
     count = getattr(config, "num_hidden_layers", None)
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     lists = [m for m in lists if any(hasattr(child, "layer_idx") for child in m[0].modules())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,15 @@ from longstraw.kernels.logprobs import head_logprobs, module_logprobs
 from longstraw.runtime.passes import ForwardPass
 
 
-def head_output(
-    head: nn.Module, original: Any, hidden_1SE: Tensor, forward: ForwardPass, softcap: float | None
-) -> Tensor:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BehindHead:
+    """What a model does to its logits: c * tanh(logit / c), or a division."""
+
+    softcap: float | None = None
+    divisor: float = 1.0
+
+
+def head_output(head: nn.Module, original: Any, hidden_1SE: Tensor, forward: ForwardPass, behind: BehindHead) -> Tensor:
     """What the head returns in a pass, in the place of logits.
 
     Args:
@@ -21,7 +28,7 @@ def head_output(
         original: its forward.
         hidden_1SE: [1, S, hidden_size].
         forward: the pass.
-        softcap: c of c * tanh(logit / c) that the model puts behind its head, or None.
+        behind: what the model does to its logits, and leaves to this function in a pass.
 
     Returns:
         [1, S, 2] log-probs and entropies, or [1, S, 1] of the hidden states where only state is wanted.
@@ -31,10 +38,10 @@ def head_output(
         return hidden_1SE[..., :1]
     hidden = hidden_1SE[0]
     options: dict[str, Any] = {
-        "temperature": request.temperature,
+        "temperature": request.temperature * behind.divisor,
         "block_tokens": request.block_tokens,
         "entropy": request.entropy,
-        "softcap": softcap,
+        "softcap": behind.softcap,
     }
     # A forward that somebody put on the module itself is not what its class says.
     if isinstance(head, nn.Linear) and getattr(original, "__func__", None) is nn.Linear.forward:

@@ -27,6 +27,7 @@ def probe(adapter: TransformersAdapter, config: Any) -> ModelProfile:
     long, layers, hidden_dtype = _run(adapter, _LONG, config.vocab_size)
     return ModelProfile(
         layers=tuple(layers),
+        blocks=adapter.blocks,
         graph_bytes=max((long - short) // (_LONG - _SHORT), 1),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,

@@ -50,7 +50,12 @@ def followed(routers: Sequence[nn.Module], tally: RouterTally, top_k: int) -> It
     """Within it every router that runs goes by `tally.route`."""
 
     def hook(router: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
-        if not (isinstance(output, tuple) and len(output) == 3 and output[0].dim() == output[1].dim() == 2):
+        if not (
+            isinstance(output, tuple)
+            and len(output) == 3
+            and output[0].is_floating_point()
+            and output[0].dim() == output[1].dim() == 2
+        ):
             raise UnsupportedModelError(
                 f"{type(router).__name__} does not return logits, weights and choices of experts, as in the "
                 f"transformers releases that are supported; config.{SWITCH} = False does without its auxiliary loss"

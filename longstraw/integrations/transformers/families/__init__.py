@@ -9,10 +9,12 @@ from longstraw.integrations.transformers.families import (
     gated_delta,
     gemma,
     gpt_oss,
+    granite_hybrid,
     kimi_linear,
     latent,
     mamba2,
     mixtures,
+    nemotron_h,
     sparse,
 )
 from longstraw.integrations.transformers.families.family import Family
@@ -30,6 +32,10 @@ FAMILIES: tuple[Family, ...] = (
     sparse.FAMILY,
     mamba2.MIXER,
     mamba2.ATTENTION,
+    granite_hybrid.MIXER,
+    granite_hybrid.ATTENTION,
+    nemotron_h.MIXER,
+    nemotron_h.ATTENTION,
 )
 
 

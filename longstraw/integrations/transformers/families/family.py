@@ -24,6 +24,9 @@ class Family:
         spec: given an attention module (its weights are not looked at), the model's text config and the activations'
             dtype, what the layer keeps.
         head_softcap_key: the text config's key of c, where the model puts c * tanh(logit / c) behind its LM head.
+        head_divisor_key: the text config's key of d, where the model divides its head's logits by d.
+        rowwise_classes: names of the transformers classes that stand in a mixer's place in some of the models' layers
+            and look at one token alone: an MLP, experts.
         router_classes: names of the transformers classes of its models' routers of experts, where transformers has an
             auxiliary loss of theirs. They return logits [S, N], the chosen experts' weights [S, k], their numbers
             [S, k].
@@ -36,5 +39,7 @@ class Family:
     refuse: Callable[[nn.Module, Any], str | None]
     spec: Callable[[nn.Module, Any, torch.dtype], LayerSpec]
     head_softcap_key: str | None = None
+    head_divisor_key: str | None = None
+    rowwise_classes: frozenset[str] = frozenset()
     router_classes: frozenset[str] = frozenset()
     exchange: Callable[[nn.Module, ForwardPass], Callable[..., Any]] | None = None

@@ -1,7 +1,7 @@
 """Mamba-2 mixers, and the hybrids that put plain attention between them: Bamba.
 
-The mixers of Bamba, Granite 4 and Nemotron-H are built alike and share what is here; what else is special to the last
-two is in files of their own.
+The mixers of Bamba, Granite 4 and Nemotron-H are built alike and share what is here; what is special to the last two
+is in files of their own.
 """
 
 from __future__ import annotations
