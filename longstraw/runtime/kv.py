@@ -17,12 +17,14 @@ from longstraw.runtime.passes import ForwardPass
 KV, OUT, LSE = "kv", "attention_out", "attention_lse"
 
 
-def kv_spec(layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> LayerSpec:
+def kv_spec(layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sinks_H: Tensor | None = None) -> LayerSpec:
     """The spec of a layer with plain attention, from its tensors."""
     heads, kv_heads, head_dim = q_BHSD.shape[1], k_BKSD.shape[1], k_BKSD.shape[3]
     fields = tuple(Field(name=name, shape=(kv_heads, head_dim)) for name in ("k", "v"))
     trained = k_BKSD.requires_grad or v_BKSD.requires_grad
-    kv = StateSpec(name=KV, kind=StateKind.TOKEN, fields=fields, dtype=k_BKSD.dtype, trained=trained)
+    # Beside a trained mixer there can be an attention that no gradient passes.
+    backward = trained or q_BHSD.requires_grad or (sinks_H is not None and sinks_H.requires_grad)
+    kv = StateSpec(name=KV, kind=StateKind.TOKEN, fields=fields, dtype=k_BKSD.dtype, trained=trained, backward=backward)
     out = Field(name=OUT, shape=(heads, head_dim))
     lse = Field(name=LSE, shape=(heads,))
     return LayerSpec(
@@ -51,7 +53,7 @@ def attend(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Layer `layer`'s attention in a pass; shapes as in `kernels.attention.paged_attention`."""
-    io = forward.layer(kv_spec(layer, q_BHSD, k_BKSD, v_BKSD))
+    io = forward.layer(kv_spec(layer, q_BHSD, k_BKSD, v_BKSD, sinks_H))
     pages = KvPages(io)
     if io.output_unused:
         out = keep_state_only(q_BHSD, k_BKSD, v_BKSD, pages)

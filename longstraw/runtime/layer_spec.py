@@ -48,7 +48,7 @@ class LayerSpec:
     """One layer's states, in the order in which its forward streams them.
 
     Attributes:
-        index: the layer's number in the model, from 0.
+        index: the layer's number in the model, from 0; below 0 for a second mixer in a layer.
         states: what it keeps.
         kept_bytes: bytes a token that it keeps under checkpointing, beside its input.
         workspace_bytes: bytes a token that its attention needs for a moment.

@@ -10,8 +10,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.families.delta_models import remember
 from tests.parity.models import VOCABULARY, randomize
 
-PREFIXES = {"bamba": "Bamba", "granitemoehybrid": "GraniteMoeHybrid", "nemotron_h": "NemotronH"}
+PREFIXES = {
+    "bamba": "Bamba",
+    "falcon_h1": "FalconH1",
+    "granitemoehybrid": "GraniteMoeHybrid",
+    "nemotron_h": "NemotronH",
+}
 """Model types, and transformers' prefix of their classes."""
+
+MULTIPLIERS = ("lm_head", "embedding", "key", "attention_out", "attention_in", "ssm_in", "ssm_out")
+"""Falcon-H1's, by their config keys."""
 
 KINDS = sorted(PREFIXES)
 WINDOW = 3
@@ -19,7 +27,7 @@ WINDOW = 3
 
 def build(kind: str = "bamba", layers: str = "LLAL", *, dtype: torch.dtype = torch.float64, **config: Any) -> Any:
     """A random hybrid; `layers` has a letter a layer: L for Mamba-2, A for attention, in Nemotron-H E for experts and
-    M for an MLP."""
+    M for an MLP; Falcon-H1's layers are alike."""
     names = {"L": "linear_attention", "A": "full_attention", "E": "moe", "M": "mlp"}
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -41,6 +49,11 @@ def build(kind: str = "bamba", layers: str = "LLAL", *, dtype: torch.dtype = tor
         sizes |= {f"mamba_{name}": size for name, size in mamba.items()} | {"num_hidden_layers": len(layers)}
     if kind == "bamba":
         sizes["attn_layer_indices"] = [i for i, letter in enumerate(layers) if letter == "A"]
+        experts = {}
+    if kind == "falcon_h1":
+        sizes |= {"mamba_d_ssm": 64, "mamba_rms_norm": True, "mlp_multipliers": [0.9, 0.8]}
+        sizes |= {f"{name}_multiplier": 0.6 + 0.1 * i for i, name in enumerate(MULTIPLIERS)}
+        sizes["ssm_multipliers"] = [0.8, 0.9, 1.1, 1.2, 0.7]
         experts = {}
     if kind == "granitemoehybrid":
         sizes |= {"layer_types": [names[letter] for letter in layers], "position_embedding_type": "rope"}

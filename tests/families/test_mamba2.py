@@ -103,6 +103,21 @@ class TestExact:
         tolerance = 1e-6 if "E" in layers else 1e-9
         check_parity(build("nemotron_h", layers), [make_group(lengths=LENGTHS)], tolerance=tolerance)
 
+    @pytest.mark.parametrize("chunk", [1, 3, 20, 100])
+    def test_falcons_two_mixers_in_a_layer(self, chunk: int) -> None:
+        prompt = 14 if chunk < 3 else 61
+        config = settings(capture={"chunk_tokens": chunk}, replay={"checkpoint": chunk % 2 == 1, "temperature": 1.3})
+        check_exact(build("falcon_h1", "HH", mamba_rms_norm=chunk > 3), [make_group(prompt, lengths=LENGTHS)], config)
+
+    def test_falcon_with_a_lora_and_one_of_its_mixers_trained(self) -> None:
+        model = add_lora(build("falcon_h1", "HH"), target_modules=["in_proj", "q_proj"])
+        check_exact(model, [make_group(lengths=LENGTHS)])
+        for trained in ("1.mamba.in_proj", "1.self_attn.v_proj"):
+            model = build("falcon_h1", "HH")
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(trained in name)
+            check_exact(model, [make_group(lengths=LENGTHS)])
+
     @pytest.mark.parametrize("config", [{"num_local_experts": 0}, {"position_embedding_type": None}])
     def test_granite_without_experts_or_positions(self, config: dict[str, Any]) -> None:
         check_exact(build("granitemoehybrid", "LA", **config), [make_group(lengths=LENGTHS)])
@@ -242,11 +257,12 @@ TIERS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def test_tiers_agree_bit_for_bit(tmp_path: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiers_agree_bit_for_bit(kind: str, tmp_path: Any) -> None:
     group, found = make_group(lengths=LENGTHS), []
     for tiers in TIERS.values():
         tiers = [tier | ({"path": tmp_path, "budget": "64MiB"} if tier["kind"] == "nvme" else {}) for tier in tiers]
-        model = build(layers="LAL", dtype=torch.float32)
+        model = build(kind, "LAL", dtype=torch.float32)
         with Runtime(model, settings(tiers=tiers)) as runtime:
             with runtime.transaction(group.prompt) as txn:
                 replay_group(txn, group)
@@ -259,8 +275,9 @@ def test_tiers_agree_bit_for_bit(tmp_path: Any) -> None:
             assert torch.equal(grad, other[name]), name
 
 
-def test_score_is_the_first_replay() -> None:
-    model, group = build(dtype=torch.float32), make_group(lengths=LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_score_is_the_first_replay(kind: str) -> None:
+    model, group = build(kind, "LAL", dtype=torch.float32), make_group(lengths=LENGTHS)
     with Runtime(model, settings()) as runtime, runtime.transaction(group.prompt) as txn:
         scored = txn.score(group.responses)
         for mine, other in zip(replay_group(txn, group), scored, strict=True):
@@ -272,9 +289,9 @@ def test_adapter_on_the_convolution_is_refused() -> None:
         Runtime(add_lora(build(layers="LA"), target_modules=["conv1d"], r=88))
 
 
-def measure(prompt: int) -> tuple[int, int]:
+def measure(kind: str, prompt: int) -> tuple[int, int]:
     """Most bytes that autograd holds at once in replay (with its backward) and in the sweep."""
-    model, group = build(layers="LLA", dtype=torch.float32), make_group(prompt, (40, 1, 60))
+    model, group = build(kind, "LLA", dtype=torch.float32), make_group(prompt, (40, 1, 60))
     config = settings(
         replay={"lane_tokens": 64, "checkpoint": False},
         capture={"chunk_tokens": 128},
@@ -288,8 +305,9 @@ def measure(prompt: int) -> tuple[int, int]:
     return replay.peak, sweep.peak
 
 
-def test_saved_bytes_do_not_grow_with_the_prompt() -> None:
-    figures = [measure(prompt) for prompt in (300, 1_200)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_bytes_do_not_grow_with_the_prompt(kind: str) -> None:
+    figures = [measure(kind, prompt) for prompt in (300, 1_200)]
     for phase in zip(*figures, strict=True):
         assert min(phase) > 10_000, "nothing was counted"
         assert max(phase) <= 1.05 * min(phase), figures

@@ -66,6 +66,7 @@ TINY: dict[str, Callable[[], Any]] = {
     "olmo_hybrid": lambda: delta_models.build("olmo_hybrid", dtype=torch.float32),
     "kimi_linear": lambda: delta_models.build("kimi_linear", dtype=torch.float32),
     "bamba": lambda: mamba2_models.build("bamba", dtype=torch.float32),
+    "falcon_h1": lambda: mamba2_models.build("falcon_h1", dtype=torch.float32),
     "granitemoehybrid": lambda: mamba2_models.build("granitemoehybrid", dtype=torch.float32),
     "nemotron_h": lambda: mamba2_models.build("nemotron_h", "LEAML", dtype=torch.float32),
     "qwen3_5": lambda: delta_models.multimodal("qwen3_5").float(),

@@ -27,6 +27,7 @@ TINY: dict[str, Callable[[], Any]] = {
         "qwen3_next", dtype=torch.float32, moe_intermediate_size=16, shared_expert_intermediate_size=16
     ),
     "bamba": lambda: mamba2_models.build("bamba", dtype=torch.float32),
+    "falcon_h1": lambda: mamba2_models.build("falcon_h1", dtype=torch.float32),
     "granitemoehybrid": lambda: mamba2_models.build("granitemoehybrid", dtype=torch.bfloat16),
     "nemotron_h": lambda: mamba2_models.build(
         "nemotron_h", "LEAML", dtype=torch.bfloat16, moe_intermediate_size=16, moe_shared_expert_intermediate_size=16

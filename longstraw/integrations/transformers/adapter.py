@@ -38,7 +38,7 @@ class TransformersAdapter:
         self._config = checks.text_config(self._base)
         self._layers = checks.find_attentions(self._base)
         self._blocks = checks.decoder_layers(self._base, self._config)
-        self._softcap_key, self._divisor_key = checks.head_keys(self._layers)
+        self._softcap_key, self._divisor_key, self._multiplier = checks.behind_head(self._layers)
         self._device = sharding.device() or checks.single_device(model)
         self._rotaries = rope.rotary_modules(self._base)
         self._routers = routers.find_routers(self._base)
@@ -186,18 +186,18 @@ class TransformersAdapter:
         """What the model does to its logits, and leaves out within: it would act on our log-probs instead."""
         # The class that has the head reads its own config: a multimodal one does not look into its text part's.
         config = self._base.config
-        keys: dict[str | None, float | None] = {self._softcap_key: None, self._divisor_key: 1.0}
-        neutral = {key: value for key, value in keys.items() if key is not None}
-        before = {key: getattr(config, key, value) for key, value in neutral.items()}
-        for key, value in neutral.items():
-            setattr(config, key, value)
+        places = [(config, self._softcap_key, None), (config, self._divisor_key, 1.0)]
+        places.append((self._base.base_model, self._multiplier, 1.0))
+        neutral = [(holder, key, value) for holder, key, value in places if key is not None]
+        before = {key: getattr(holder, key, value) for holder, key, value in neutral}
+        for holder, key, value in neutral:
+            setattr(holder, key, value)
         try:
-            yield BehindHead(
-                softcap=before.get(self._softcap_key or ""), divisor=before.get(self._divisor_key or "") or 1.0
-            )
+            divisor = before.get(self._divisor_key or "") or 1.0 / (before.get(self._multiplier or "") or 1.0)
+            yield BehindHead(softcap=before.get(self._softcap_key or ""), divisor=divisor)
         finally:
-            for key, value in before.items():
-                setattr(config, key, value)
+            for holder, key, _ in neutral:
+                setattr(holder, key, before[key])
 
     @contextmanager
     def _without_checkpointing(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from longstraw.errors import UnsupportedModelError
 from longstraw.integrations.transformers.families import FAMILIES, family_of, known_classes
+from longstraw.integrations.transformers.families.family import index_beside
 
 _WRAPPERS = {
     "FullyShardedDataParallel": "FSDP1; use FSDP2, torch.distributed.fsdp.fully_shard",
@@ -55,7 +56,8 @@ def _refuse_prompt_learning(model: nn.Module) -> None:
 
 
 def find_attentions(model: PreTrainedModel) -> dict[int, tuple[nn.Module, nn.Module]]:
-    """Each decoder layer with its attention module, by layer number; layers that mix no tokens are left out.
+    """Each decoder layer with its attention module, by layer number; layers that mix no tokens are left out, and
+    mixers beside an attention go by `index_beside`.
 
     Raises UnsupportedModelError, with the class's name, if some layer has none of a known family, or more than one.
     """
@@ -67,6 +69,8 @@ def find_attentions(model: PreTrainedModel) -> dict[int, tuple[nn.Module, nn.Mod
     rowwise = frozenset[str]().union(*(family.rowwise_classes for family in FAMILIES))
     for number, layer in enumerate(layers):
         mixers = _outermost([m for m in layer.modules() if m is not layer and hasattr(m, "layer_idx")])
+        alone: list[nn.Module] = []
+        beside: list[nn.Module] = []
         for mixer in mixers:
             family = family_of(mixer)
             if family is None:
@@ -77,14 +81,16 @@ def find_attentions(model: PreTrainedModel) -> dict[int, tuple[nn.Module, nn.Mod
             reason = family.refuse(mixer, config)
             if reason is not None:
                 raise UnsupportedModelError(f"{type(model).__name__}: {reason}")
+            (beside if family.beside else alone).append(mixer)
         if not mixers and any(type(child).__name__ in rowwise for child in layer.children()):
             continue
-        if len(mixers) != 1 or mixers[0].layer_idx in found:
+        if len(alone) != 1 or len(beside) > 1 or alone[0].layer_idx in found:
             raise UnsupportedModelError(
                 f"layer {number} of {type(model).__name__} has {len(mixers)} attention modules of its own; "
                 "one is needed"
             )
-        found[mixers[0].layer_idx] = (layer, mixers[0])  # type: ignore[index]
+        found |= {index_beside(mixer): (layer, mixer) for mixer in beside}
+        found[alone[0].layer_idx] = (layer, alone[0])  # type: ignore[index]
     return found
 
 
@@ -94,14 +100,16 @@ def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if module not in parts]
 
 
-def head_keys(layers: dict[int, tuple[nn.Module, nn.Module]]) -> tuple[str | None, str | None]:
-    """The text config's keys of the logits' soft cap and of their divisor, where a family of the model has one."""
+def behind_head(layers: dict[int, tuple[nn.Module, nn.Module]]) -> tuple[str | None, str | None, str | None]:
+    """Where the model says what it does to its logits: the text config's keys of their soft cap and of their divisor,
+    and the attribute that they are multiplied with."""
     families = [family for _, mixer in layers.values() if (family := family_of(mixer)) is not None]
     softcaps = {family.head_softcap_key for family in families} - {None}
     divisors = {family.head_divisor_key for family in families} - {None}
-    # A model with both would have to say which comes first.
-    assert len(softcaps) + len(divisors) <= 1, (softcaps, divisors)
-    return next(iter(softcaps), None), next(iter(divisors), None)
+    multipliers = {family.head_multiplier for family in families} - {None}
+    # A model with several would have to say which comes first.
+    assert len(softcaps) + len(divisors) + len(multipliers) <= 1, (softcaps, divisors, multipliers)
+    return next(iter(softcaps), None), next(iter(divisors), None), next(iter(multipliers), None)
 
 
 def text_config(model: PreTrainedModel) -> Any:

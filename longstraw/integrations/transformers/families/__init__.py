@@ -6,6 +6,7 @@ from torch import nn
 
 from longstraw.integrations.transformers.families import (
     dense,
+    falcon_h1,
     gated_delta,
     gemma,
     gpt_oss,
@@ -36,6 +37,8 @@ FAMILIES: tuple[Family, ...] = (
     granite_hybrid.ATTENTION,
     nemotron_h.MIXER,
     nemotron_h.ATTENTION,
+    falcon_h1.MIXER,
+    falcon_h1.ATTENTION,
 )
 
 

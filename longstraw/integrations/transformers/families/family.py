@@ -13,6 +13,11 @@ from longstraw.runtime.layer_spec import LayerSpec
 from longstraw.runtime.passes import ForwardPass
 
 
+def index_beside(mixer: nn.Module) -> int:
+    """The number of a mixer beside its layer's attention: below 0, where no layer has one."""
+    return -1 - int(mixer.layer_idx)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """A kind of attention whose state and gradient the runtime carries exactly.
@@ -25,6 +30,9 @@ class Family:
             dtype, what the layer keeps.
         head_softcap_key: the text config's key of c, where the model puts c * tanh(logit / c) behind its LM head.
         head_divisor_key: the text config's key of d, where the model divides its head's logits by d.
+        head_multiplier: the attribute, of the model below the head, that the head's logits are multiplied with.
+        beside: whether its modules run beside an attention in the same layer, and before it. What they keep goes by
+            `index_beside` instead of the layer's number.
         rowwise_classes: names of the transformers classes that stand in a mixer's place in some of the models' layers
             and look at one token alone: an MLP, experts.
         router_classes: names of the transformers classes of its models' routers of experts, where transformers has an
@@ -40,6 +48,8 @@ class Family:
     spec: Callable[[nn.Module, Any, torch.dtype], LayerSpec]
     head_softcap_key: str | None = None
     head_divisor_key: str | None = None
+    head_multiplier: str | None = None
+    beside: bool = False
     rowwise_classes: frozenset[str] = frozenset()
     router_classes: frozenset[str] = frozenset()
     exchange: Callable[[nn.Module, ForwardPass], Callable[..., Any]] | None = None

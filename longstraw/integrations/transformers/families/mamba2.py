@@ -33,7 +33,12 @@ def _shape(mixer: Any) -> SsdShape:
 
 
 def mixer_spec(mixer: Any, config: Any, dtype: torch.dtype) -> LayerSpec:
-    """What a Mamba-2 mixer keeps."""
+    """What a Mamba-2 mixer keeps that has its layer for itself."""
+    return mixer_layer(mixer.layer_idx, mixer, dtype)
+
+
+def mixer_layer(index: int, mixer: Any, dtype: torch.dtype) -> LayerSpec:
+    """What a Mamba-2 mixer keeps, as layer `index`."""
     shape = _shape(mixer)
     of_a_head = torch.empty(1, shape.num_heads, dtype=torch.float32, device="meta")
     inputs = SsdInputs(
@@ -45,7 +50,7 @@ def mixer_spec(mixer: Any, config: Any, dtype: torch.dtype) -> LayerSpec:
         conv_bias_C=None,
         activation=F.silu,
     )
-    return ssd_spec(mixer.layer_idx, shape, inputs)
+    return ssd_spec(index, shape, inputs)
 
 
 def exchange_mixer(mixer: nn.Module, forward: ForwardPass) -> Callable[..., Tensor]:
@@ -59,14 +64,22 @@ def exchange_mixer(mixer: nn.Module, forward: ForwardPass) -> Callable[..., Tens
 
 
 def _mixer_forward(mixer: Any, forward: ForwardPass, hidden_1SE: Tensor) -> Tensor:
-    """transformers' `...Mixer.forward` on packed rows [1, S, hidden_size], through the module's own parts.
+    """transformers' `...Mixer.forward` on packed rows [1, S, hidden_size], through the module's own parts."""
+    out_1SI, gate_1SI = mixed(forward, mixer.layer_idx, mixer, mixer.in_proj(hidden_1SE))
+    normed = mixer.norm(out_1SI, gate_1SI)
+    projected: Tensor = mixer.out_proj(normed.to(hidden_1SE.dtype))
+    return projected
+
+
+def mixed(forward: ForwardPass, index: int, mixer: Any, projected_1SC: Tensor) -> tuple[Tensor, Tensor]:
+    """Layer `index`'s convolution and recurrence: outputs [1, S, heads x head_dim], and the gate for them.
 
     Steps are computed in float32, as the kernels of mamba_ssm do; transformers' torch function computes them in the
     model's dtype.
     """
     shape = _shape(mixer)
     inner = shape.num_heads * shape.head_dim
-    gate, mixed_1SC, dt_1SH = mixer.in_proj(hidden_1SE).split([inner, shape.channels, shape.num_heads], dim=-1)
+    gate, mixed_1SC, dt_1SH = projected_1SC.split([inner, shape.channels, shape.num_heads], dim=-1)
     wide = torch.promote_types(mixed_1SC.dtype, torch.float32)
     low, high = mixer.time_step_limit
     inputs = SsdInputs(
@@ -78,10 +91,7 @@ def _mixer_forward(mixer: Any, forward: ForwardPass, hidden_1SE: Tensor) -> Tens
         conv_bias_C=mixer.conv1d.bias,
         activation=ACT2FN[mixer.activation],
     )
-    out_SHP = mix(forward, mixer.layer_idx, shape, inputs)
-    normed = mixer.norm(out_SHP.flatten(1)[None], gate)
-    projected: Tensor = mixer.out_proj(normed.to(hidden_1SE.dtype))
-    return projected
+    return mix(forward, index, shape, inputs).flatten(1)[None], gate
 
 
 MIXER = Family(
