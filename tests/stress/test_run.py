@@ -107,6 +107,12 @@ def test_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, word
     assert any(words in problem for problem in result.problems), result.problems
 
 
+def test_nothing_done_is_no_pass(tmp_path: Path) -> None:
+    result = run_stress(options(tmp_path, seconds=1e-9), CPU)
+    assert result.steps == 0
+    assert result.problems == ["no step ended well in the time that there was: give it more, or shorter prompts"]
+
+
 def test_an_error_that_is_not_clear_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "CLEAR", ())
     monkeypatch.setattr(loop, "Fault", [Fault.USER_ERROR])
