@@ -17,7 +17,7 @@ from longstraw.config.sizes import approximate_bytes
 from longstraw.errors import ConfigError
 
 if TYPE_CHECKING:
-    from longstraw.planner import Machine, Plan
+    from longstraw.planner import Machine, Plan, ShardingChoice
 
 
 def plan(
@@ -26,6 +26,16 @@ def plan(
     group: Annotated[int, typer.Option(help="Responses of the prompt.")] = 8,
     response: Annotated[str, typer.Option(help="Tokens of each response: 1024, 4k.")] = "1k",
     gpus: Annotated[int, typer.Option(help="GPUs, one process each.")] = 1,
+    sharding: Annotated[
+        str | None,
+        typer.Option(help="What holds the model: ddp (of several GPUs), fsdp2, zero1, zero2, zero3, or none (of one)."),
+    ] = None,
+    offload_weights: Annotated[
+        bool, typer.Option("--offload-weights", help="Weights lie in host memory between passes (fsdp2, zero3).")
+    ] = False,
+    keep_gathered: Annotated[
+        bool, typer.Option("--keep-gathered", help="FSDP2's reshard_after_forward is false.")
+    ] = False,
     tiers: Annotated[
         Path | None,
         typer.Option(help="YAML of the runtime's settings, tiers and all.", exists=True, dir_okay=False),
@@ -48,32 +58,46 @@ def plan(
     Nothing is loaded and no GPU is needed. Exit status 1 if the step cannot fit; the settings that would make it
     fit are named then, each tried before.
     """
-    if gpus < 1:
-        raise ConfigError(f"--gpus {gpus}: use at least 1")
     if lora is not None and lora < 1:
         raise ConfigError(f"--lora {lora}: a rank is at least 1; leave --lora out to train all weights")
     # torch and transformers take seconds to import, and --help needs neither.
     from longstraw.cli.device import parse_dtype
     from longstraw.integrations.transformers.blueprint import blueprint, read_config
-    from longstraw.planner import Machine, Workload, advise, make_plan
+    from longstraw.planner import Machine, Workload, advise, make_plan, ways_to_reduce
 
+    choice = _choice(sharding, gpus, offload_weights, keep_gathered)
     settings = Config.load(tiers, **({"gradient": {"prompt": "detached"}} if detached else {}))
     config, kind = read_config(model), parse_dtype(dtype)
     workload = Workload(
         prompt=parse_count("--prompt", prompt), group=group, response=parse_count("--response", response)
     )
     machine = _share(Machine() if rates is None else Machine.load(rates), gpus)
-    found = make_plan(blueprint(config, dtype=kind, lora_rank=lora), workload, settings, machine)
+    found = make_plan(blueprint(config, dtype=kind, lora_rank=lora), workload, settings, machine, sharding=choice)
+    ways = ways_to_reduce(found)
     advice = []
     if found.problem is not None:
         advice = advise(found, None if lora else lambda rank: blueprint(read_config(model), dtype=kind, lora_rank=rank))
-    notes = _notes(found, gpus, lora)
+    notes = _notes(found, lora)
     if as_json:
-        typer.echo(json.dumps(found.to_dict() | {"gpus": gpus, "advice": advice, "notes": notes}, indent=2))
+        typer.echo(
+            json.dumps(
+                found.to_dict() | {"gpus": gpus, "ways_to_reduce": ways, "advice": advice, "notes": notes}, indent=2
+            )
+        )
     else:
-        _print(found, advice, notes)
+        _print(found, ways, advice, notes)
     if found.problem is not None:
         raise typer.Exit(1)
+
+
+def _choice(name: str | None, gpus: int, offload: bool, keep_gathered: bool) -> ShardingChoice:
+    from longstraw.planner import Framework, ShardingChoice
+
+    name = name or ("none" if gpus == 1 else "ddp")
+    known = [framework.value for framework in Framework]
+    if name not in known:
+        raise ConfigError(f"--sharding {name}: use one of {', '.join(known)}")
+    return ShardingChoice(framework=Framework(name), replicas=gpus, reshard=not keep_gathered, offload=offload)
 
 
 def _share(machine: Machine, gpus: int) -> Machine:
@@ -84,7 +108,7 @@ def _share(machine: Machine, gpus: int) -> Machine:
     return replace(machine, host_bytes=machine.host_bytes // gpus, disk_bytes=machine.disk_bytes // gpus, **rates)
 
 
-def _notes(plan: Plan, gpus: int, lora: int | None) -> list[str]:
+def _notes(plan: Plan, lora: int | None) -> list[str]:
     notes = []
     for kind, there in (("host", plan.machine.host_bytes), ("nvme", plan.machine.disk_bytes)):
         used = sum(tier["used"] for tier in plan.tiers.values() if tier["kind"] == kind)
@@ -93,12 +117,7 @@ def _notes(plan: Plan, gpus: int, lora: int | None) -> list[str]:
                 f"the planned machine has {approximate_bytes(there)} for {kind} pages and these are "
                 f"{approximate_bytes(used)}: the budget is taken at its word; another machine is given with --rates"
             )
-    if gpus > 1:
-        notes.append(
-            f"{gpus} GPUs are {gpus} replicas in this version: each works on a group of its own, with a share of the "
-            "host and of the disk, and the figures are one process's. A prompt is not split over GPUs. FSDP2 and ZeRO "
-            "shard weights and gradient sums, which is not counted here"
-        )
+    notes += _rank_notes(plan)
     kinds = {work.kind for work in plan.blueprint.work} - {"attention"}
     if kinds:
         notes.append(
@@ -114,7 +133,30 @@ def _notes(plan: Plan, gpus: int, lora: int | None) -> list[str]:
     return notes
 
 
-def _print(plan: Plan, advice: list[str], notes: list[str]) -> None:
+def _rank_notes(plan: Plan) -> list[str]:
+    from longstraw.planner import Framework
+    from longstraw.planner.machine import RANKS_ASSUMED
+
+    choice, notes = plan.sharding, []
+    if choice.replicas > 1:
+        notes.append(
+            f"{choice.replicas} GPUs are {choice.replicas} replicas in this version: each works on a group of its own, "
+            "with a share of the host and the disk, and the figures are one process's. A prompt is not split over GPUs"
+        )
+        source = "assumed, not measured" if plan.machine.ranks == RANKS_ASSUMED else "from --rates"
+        notes.append(
+            f"between GPUs {plan.machine.ranks / 1e9:,.0f} GB/s each way ({source}); gathers and each_pass reductions "
+            "run beside compute, what finalize reduces does not"
+        )
+    if choice.framework is Framework.ZERO3:
+        notes.append(
+            "ZeRO-3: gathers are at most these, one a weight; DeepSpeed merges them and keeps weights by its own "
+            "stage3_ settings, whose defaults are planned with"
+        )
+    return notes
+
+
+def _print(plan: Plan, ways: dict[str, dict[str, Any]], advice: list[str], notes: list[str]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     load, model = plan.workload, plan.blueprint
     console.print(f"{model.name}, {model.trained / 1e6:,.1f} M trained; on {plan.machine.name}")
@@ -129,6 +171,10 @@ def _print(plan: Plan, advice: list[str], notes: list[str]) -> None:
     console.print(_page_table(plan))
     if plan.phases:
         console.print(_phase_table(plan))
+        if plan.sharding.replicas > 1 or plan.sharding.offload:
+            console.print(_rank_table(plan))
+    if ways:
+        console.print(_reduce_table(ways, plan.config.gradient.reduce))
     for note in notes:
         console.print(f"- {note}", markup=False)
     if plan.problem is None:
@@ -155,8 +201,9 @@ def _device_table(plan: Plan) -> Table:
     table.add_column("bytes", justify="right")
     rows = {
         "weights": memory.weights,
+        "weights gathered for a pass": memory.gathered,
         "gradient sums of parameters": memory.gradients,
-        "a gradient on its way": memory.arriving,
+        "gradients on their way": memory.arriving,
         "the LM head's gradient": memory.head,
         "pages": memory.pages,
         "live graph of a lane": memory.lane,
@@ -187,13 +234,52 @@ def _page_table(plan: Plan) -> Table:
 
 
 def _phase_table(plan: Plan) -> Table:
+    columns = ["phase", "seconds", "compute", "link", "disk", "ranks", "binds", "PFLOP", "moved"]
+    # Eighty columns hold all but one.
+    if plan.sharding.replicas == 1:
+        columns.remove("ranks")
+    elif not any(cost.disk for cost in plan.phases.values()):
+        columns.remove("disk")
     table = Table(title="time", title_justify="left")
-    for name in ("phase", "seconds", "compute", "link", "disk", "binds", "PFLOP", "moved"):
+    for name in columns:
         table.add_column(name, justify="left" if name in ("phase", "binds") else "right")
     for name, cost in plan.phases.items():
         moved = sum(cost.bytes_read.values()) + sum(cost.bytes_written.values())
-        times = (f"{value:.2f}" for value in (cost.seconds, cost.compute, cost.link, cost.disk))
-        table.add_row(name, *times, cost.binds, f"{cost.operations / 1e15:.2f}", approximate_bytes(moved))
+        moved += cost.weights_to_device + cost.gradients_to_host
+        cells = {key: f"{getattr(cost, key):.2f}" for key in ("seconds", "compute", "link", "disk", "ranks")}
+        cells |= {"phase": name, "binds": cost.binds, "PFLOP": f"{cost.operations / 1e15:.2f}"}
+        cells["moved"] = approximate_bytes(moved)
+        table.add_row(*(cells[column] for column in columns))
     table.add_section()
-    table.add_row("step", f"{plan.seconds:.2f}", "", "", "", "", "", "")
+    table.add_row("step", f"{plan.seconds:.2f}", *[""] * (len(columns) - 2))
+    return table
+
+
+def _rank_table(plan: Plan) -> Table:
+    """Collectives by phase, and what crosses the host's link beside pages."""
+    table = Table(title="between ranks; and over the host's link for offloaded weights", title_justify="left")
+    for name in ("phase", "collectives", "bytes", "to device", "to host"):
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    for name, cost in plan.phases.items():
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in cost.collectives.items())
+        nbytes = (sum(cost.collective_bytes.values()), cost.weights_to_device, cost.gradients_to_host)
+        table.add_row(name, counts, *(approximate_bytes(count) if count else "" for count in nbytes))
+    return table
+
+
+def _reduce_table(ways: dict[str, dict[str, Any]], chosen: str) -> Table:
+    table = Table(
+        title="gradient.reduce: gradient sums, peak of memory, and a step's reductions (* as planned)",
+        title_justify="left",
+    )
+    for name in ("value", "sums", "peak", "reductions", "reduced", "ranks", "step"):
+        table.add_column(name, justify="left" if name == "value" else "right")
+    for way, cost in ways.items():
+        if cost["seconds"] is None:
+            counts = ["does not fit", "", "", ""]
+        else:
+            counts = [f"{cost['reductions']:,}", approximate_bytes(cost["reduced_bytes"])]
+            counts += [f"{cost['rank_seconds']:.2f} s", f"{cost['seconds']:.2f} s"]
+        sizes = [approximate_bytes(cost[key]) for key in ("gradient_bytes", "peak_bytes")]
+        table.add_row(f"{way} *" if way == chosen else way, *sizes, *counts)
     return table

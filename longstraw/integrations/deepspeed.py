@@ -172,11 +172,12 @@ class DeepSpeedSharding(PlainSharding):
     def gradient_bytes(self) -> int:
         return sum(_numel(leaf) * sum_dtype(leaf, wide=self._wide).itemsize for leaf in self.leaves())
 
-    def link_bytes(self) -> int:
+    def link_bytes_a_parameter(self) -> float:
         if not self._offloaded:
-            return 0
+            return 0.0
         assert self.ranks is not None
-        return sum(_numel(p) * p.element_size() for _, p in self.parameters()) // self.ranks.size
+        whole = sum(_numel(p) * p.element_size() for _, p in self.parameters())
+        return whole / sum(_numel(p) for _, p in self.parameters()) / self.ranks.size
 
     def describe(self) -> str:
         assert self.ranks is not None

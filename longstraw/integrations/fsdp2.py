@@ -180,10 +180,11 @@ class Fsdp2Sharding(PlainSharding):
             return sum(local.numel() * sum_dtype(p, wide=self._wide).itemsize for p, local in locals_)
         return super().gradient_bytes()
 
-    def link_bytes(self) -> int:
+    def link_bytes_a_parameter(self) -> float:
         device = self.device()
         assert device is not None
-        return sum(link_bytes(parameter, device) for parameter in self._sharded.values())
+        crossing = sum(link_bytes(parameter, device) for parameter in self._sharded.values())
+        return crossing / max(sum(parameter.numel() for parameter in self._sharded.values()), 1)
 
     def describe(self) -> str:
         assert self.ranks is not None

@@ -87,8 +87,8 @@ class PlainSharding:
     def gradient_bytes(self) -> int:
         return sum(leaf.numel() * sum_dtype(leaf, wide=self._wide).itemsize for leaf in self.leaves())
 
-    def link_bytes(self) -> int:
-        return 0
+    def link_bytes_a_parameter(self) -> float:
+        return 0.0
 
     def describe(self) -> str:
         return "gradients: one process, nothing is reduced"

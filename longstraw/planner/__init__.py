@@ -4,5 +4,18 @@ from longstraw.planner.advice import advise
 from longstraw.planner.blueprint import Blueprint, LayerWork
 from longstraw.planner.machine import Machine
 from longstraw.planner.plan import Plan, Workload, make_plan
+from longstraw.planner.reduce import ways_to_reduce
+from longstraw.planner.sharding import Framework, ShardingChoice
 
-__all__ = ["Blueprint", "LayerWork", "Machine", "Plan", "Workload", "advise", "make_plan"]
+__all__ = [
+    "Blueprint",
+    "Framework",
+    "LayerWork",
+    "Machine",
+    "Plan",
+    "ShardingChoice",
+    "Workload",
+    "advise",
+    "make_plan",
+    "ways_to_reduce",
+]

@@ -9,6 +9,7 @@ from typing import Any
 from longstraw.config import Config
 from longstraw.planner.blueprint import Blueprint
 from longstraw.planner.plan import Plan, Workload, make_plan
+from longstraw.planner.sharding import Framework, ShardingChoice
 
 _GIB = 1 << 30
 
@@ -40,8 +41,9 @@ def _candidates(plan: Plan, with_lora: Callable[[int], Blueprint] | None) -> Ite
     if config.gradient.accumulate == "float32":
         text = "gradient.accumulate: model (sums lose bits in a narrow type)"
         yield text, _retry(plan, gradient={"accumulate": "model"})
+    yield from _other_shardings(plan)
     if with_lora is not None:
-        lora = make_plan(with_lora(16), plan.workload, config, plan.machine, timed=False)
+        lora = _plan(plan, with_lora(16), plan.workload, config, plan.sharding)
         yield "--lora 16 (train adapters only)", lora
     if config.gradient.prompt == "exact":
         text = "--detached (no gradient through the prompt: an approximation)"
@@ -52,6 +54,24 @@ def _candidates(plan: Plan, with_lora: Callable[[int], Blueprint] | None) -> Ite
     fewer = _longest(plan, "response", 128)
     if fewer is not None:
         yield f"--response {fewer.workload.response} (the longest that fits)", fewer
+
+
+def _other_shardings(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Less of weights and gradients on each rank."""
+    now = plan.sharding
+    if now.replicas > 1 and not now.sharded:
+        sharded = ShardingChoice(framework=Framework.FSDP2, replicas=now.replicas)
+        yield "--sharding fsdp2", _plan(plan, plan.blueprint, plan.workload, plan.config, sharded)
+    if not now.reshard:
+        again = replace(now, reshard=True)
+        yield "without --keep-gathered", _plan(plan, plan.blueprint, plan.workload, plan.config, again)
+    if now.framework is Framework.FSDP2 and plan.config.gradient.reduce == "deferred":
+        text = "gradient.reduce: each_pass (sums are sharded; a reduction in every backward pass)"
+        yield text, _retry(plan, gradient={"reduce": "each_pass"})
+    if now.sharded and not now.offload:
+        offloaded = replace(now, offload=True)
+        text = "--offload-weights (they cross the host's link in every pass)"
+        yield text, _plan(plan, plan.blueprint, plan.workload, plan.config, offloaded)
 
 
 def _larger_tiers(plan: Plan) -> Iterator[tuple[str, Plan]]:
@@ -79,7 +99,11 @@ def _larger_tiers(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 def _retry(plan: Plan, **overrides: Any) -> Plan:
     config = Config.load(plan.config, **overrides)
-    return make_plan(plan.blueprint, plan.workload, config, plan.machine, timed=False)
+    return _plan(plan, plan.blueprint, plan.workload, config, plan.sharding)
+
+
+def _plan(plan: Plan, blueprint: Blueprint, workload: Workload, config: Config, sharding: ShardingChoice) -> Plan:
+    return make_plan(blueprint, workload, config, plan.machine, sharding=sharding, timed=False)
 
 
 def _longest(plan: Plan, what: str, step: int) -> Plan | None:
@@ -89,7 +113,7 @@ def _longest(plan: Plan, what: str, step: int) -> Plan | None:
     while low < high:
         middle = (low + high + 1) // 2
         workload: Workload = replace(plan.workload, **{what: middle * step})
-        candidate = make_plan(plan.blueprint, workload, plan.config, plan.machine, timed=False)
+        candidate = _plan(plan, plan.blueprint, workload, plan.config, plan.sharding)
         if candidate.problem is None:
             low, best = middle, candidate
         else:

@@ -40,6 +40,10 @@ class Blueprint:
         weight_bytes: of all weights.
         trained: values of the weights that are trained.
         gradient_bytes: of the sums that hold their gradients (`gradient.accumulate: float32`), and in the model's type.
+        layer_bytes, outside_bytes: weights of the largest decoder layer, and of all that is in none.
+        layer_gradient, outside_gradient: the same of gradients, in the model's type.
+        tensors, trained_tensors: how many weights there are, and how many are trained.
+        tied: whether the LM head's weights are the embedding's.
         largest_gradient: bytes of the largest single gradient in the model's type.
         matrices: multiplied values a token in all layers (of experts those that a token meets), without the LM head.
         trained_matrices: those of them that are trained.
@@ -57,6 +61,13 @@ class Blueprint:
     gradient_bytes: int
     model_gradient_bytes: int
     largest_gradient: int
+    layer_bytes: int
+    outside_bytes: int
+    layer_gradient: int
+    outside_gradient: int
+    tensors: int
+    trained_tensors: int
+    tied: bool
     matrices: int
     trained_matrices: int
     head: int

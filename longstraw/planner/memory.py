@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from longstraw.config import Config
 from longstraw.planner.blueprint import Blueprint
 from longstraw.planner.pages import DEVICE
+from longstraw.planner.sharding import RankMemory
 from longstraw.resident.state import DTYPE_BYTES
 from longstraw.runtime.prompt_state import PromptState, output_specs, token_specs
 from longstraw.runtime.sizing import GraphSize, block_rows, graph_bytes, logits_bytes, workspace_bytes
@@ -22,9 +23,10 @@ class DeviceMemory:
     """Bytes on the device, and when they are there together.
 
     Attributes:
-        weights: of the model, adapters included.
+        weights: of the model, adapters included; of a sharded one this rank's part.
+        gathered: weights that are there for a pass only.
         gradients: sums over passes, from the first lane's backward on.
-        arriving: the largest gradient, on its way into its sum.
+        arriving: the largest gradient, or a unit's gradients, on their way into the sums.
         head: the LM head's own gradient while it is summed over blocks, where it is trained.
         pages: prompt state that a device tier holds.
         lane, chunk: live graph of the widest lane, and of a chunk of the sweep (0 without one).
@@ -35,6 +37,7 @@ class DeviceMemory:
     """
 
     weights: int
+    gathered: int
     gradients: int
     arriving: int
     head: int
@@ -53,7 +56,7 @@ class DeviceMemory:
         before = 0 if self.one_lane else self.gradients
         replay = before + self.lane + max(self.logits + self.head, self.lane_workspace)
         sweep = self.gradients + self.arriving + self.chunk + self.chunk_workspace
-        return max(replay, sweep) + self.pages + self.staging
+        return max(replay, sweep) + self.gathered + self.pages + self.staging
 
     @property
     def total(self) -> int:
@@ -69,6 +72,7 @@ def device_memory(
     blueprint: Blueprint,
     config: Config,
     *,
+    rank: RankMemory,
     lane: GraphSize,
     lane_tokens: Sequence[int],
     chunk: GraphSize,
@@ -83,9 +87,10 @@ def device_memory(
     graphs = widest * graph_bytes(profile, lane.checkpoint), swept * graph_bytes(profile, chunk.checkpoint)
     layer = profile.graph_bytes / max(profile.blocks, 1)
     return DeviceMemory(
-        weights=blueprint.weight_bytes,
-        gradients=gradient_sums(blueprint, config),
-        arriving=blueprint.largest_gradient,
+        weights=rank.weights,
+        gathered=rank.gathered,
+        gradients=rank.gradients,
+        arriving=rank.arriving,
         head=blueprint.head * (4 + blueprint.element) if blueprint.head_trained else 0,
         pages=device_pages,
         lane=graphs[0],
@@ -96,11 +101,6 @@ def device_memory(
         staging=_staging(blueprint, config, state, rows, swept),
         one_lane=len(lane_tokens) == 1,
     )
-
-
-def gradient_sums(blueprint: Blueprint, config: Config) -> int:
-    """Bytes of the parameters' gradient sums until the step ends."""
-    return blueprint.gradient_bytes if config.gradient.accumulate == "float32" else blueprint.model_gradient_bytes
 
 
 def _staging(blueprint: Blueprint, config: Config, state: PromptState, rows: int, swept: int) -> int:

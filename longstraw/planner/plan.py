@@ -10,15 +10,16 @@ from longstraw.config import Config
 from longstraw.errors import CapacityError, ConfigError
 from longstraw.planner.blueprint import Blueprint
 from longstraw.planner.machine import Machine
-from longstraw.planner.memory import DeviceMemory, device_memory, gradient_sums
+from longstraw.planner.memory import DeviceMemory, device_memory
 from longstraw.planner.pages import DEVICE, CountingPager, Traffic, budgets, prompt_state
 from longstraw.planner.seconds import Costs, PhaseCost
+from longstraw.planner.sharding import RankTraffic, Sent, ShardingChoice, rank_memory
 from longstraw.resident.placement import format_bytes
 from longstraw.runtime.passes import ForwardPass, Purpose
 from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.reservations import Wish, placed_specs, wishes
 from longstraw.runtime.routers import RouterTally
-from longstraw.runtime.sizing import GraphSize, plan_chunks, plan_lanes, size_chunk, size_lane
+from longstraw.runtime.sizing import GraphSize, hiding_tokens, plan_chunks, plan_lanes, size_chunk, size_lane
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,9 @@ class Plan:
         memory: of the device.
         pages: bytes of prompt state, of its gradient, and of kept attention outputs.
         tiers: by name: kind, budget and bytes used.
-        phases: capture, replay, backward, sweep; empty for a plan that does not fit, or was not asked to count.
+        sharding: what holds the model, on how many ranks; all figures are one rank's.
+        phases: capture, replay, backward, sweep, and finalize where ranks reduce; empty for a plan that does not fit,
+            or was not asked to count.
         problem: why it cannot run, or None.
     """
 
@@ -54,6 +57,7 @@ class Plan:
     blueprint: Blueprint
     machine: Machine
     config: Config
+    sharding: ShardingChoice
     lane: GraphSize
     chunk: GraphSize
     lanes: int
@@ -83,6 +87,8 @@ class Plan:
             "model": self.blueprint.name,
             "machine": self.machine.name,
             "workload": asdict(self.workload),
+            "sharding": asdict(self.sharding) | {"framework": self.sharding.framework.value},
+            "reduce": self.config.gradient.reduce,
             "fits": self.problem is None,
             "problem": self.problem,
             "lane": asdict(self.lane) | {"count": self.lanes},
@@ -99,18 +105,28 @@ class Plan:
 
 
 def make_plan(
-    blueprint: Blueprint, workload: Workload, config: Config, machine: Machine, *, timed: bool = True
+    blueprint: Blueprint,
+    workload: Workload,
+    config: Config,
+    machine: Machine,
+    *,
+    sharding: ShardingChoice | None = None,
+    timed: bool = True,
 ) -> Plan:
     """The plan of one process with one GPU.
 
     Args:
+        sharding: what holds the model; None for one process alone.
         timed: whether to count operations and traffic as well.
     """
     profile, rows = blueprint.profile, workload.prompt - 1
     lengths = [workload.response] * workload.group
     exact = config.gradient.prompt == "exact"
-    free = machine.device_bytes - machine.context_bytes - blueprint.weight_bytes - gradient_sums(blueprint, config)
-    free = max(free, 0)
+    sharding = sharding or ShardingChoice()
+    sharding.check(config)
+    rank = rank_memory(blueprint, config, sharding)
+    free = max(machine.device_bytes - machine.context_bytes - rank.weights - rank.gradients, 0)
+    hidden_from = hiding_tokens(sharding.link_bytes_a_parameter(blueprint))
     lane = size_lane(
         profile,
         lengths,
@@ -119,6 +135,7 @@ def make_plan(
         lane_tokens=config.replay.lane_tokens,
         checkpoint=config.replay.checkpoint,
         logit_block_tokens=config.replay.logit_block_tokens,
+        hidden_from=hidden_from,
     )
     chunk = size_chunk(
         profile,
@@ -127,6 +144,7 @@ def make_plan(
         device=DEVICE,
         chunk_tokens=config.capture.chunk_tokens,
         checkpoint=config.replay.checkpoint,
+        hidden_from=hidden_from,
     )
     lanes = [[lengths[i] for i in indices] for indices in plan_lanes(lengths, lane.tokens)]
     chunks = plan_chunks(rows, chunk.tokens)
@@ -140,6 +158,7 @@ def make_plan(
     memory = device_memory(
         blueprint,
         config,
+        rank=rank,
         lane=lane,
         lane_tokens=[sum(lengths) for lengths in lanes],
         chunk=chunk,
@@ -158,6 +177,7 @@ def make_plan(
         blueprint=blueprint,
         machine=machine,
         config=config,
+        sharding=sharding,
         lane=lane,
         chunk=chunk,
         lanes=len(lanes),
@@ -208,12 +228,15 @@ def _phases(
     last = [len(layers) - 1] if layers[-1].skips_unused_output and not routed else []
     known = [number for number, layer in enumerate(layers) if state.keeps_output(layer.index)]
     phases = {name: PhaseCost() for name in ("capture", "replay", "backward", *(["sweep"] if exact else []))}
+    ranks = RankTraffic(plan.blueprint, plan.config, plan.sharding, machine)
 
     def add(phase: str, forward: ForwardPass, parts: Sequence[tuple[float, float]], *ways: bool) -> None:
+        sent = Sent()
         traffic = Traffic()
         for backward in ways:
             traffic.add(forward.schedule(backward=backward))
-        phases[phase].add(sum(count for count, _ in parts), sum(time for _, time in parts), traffic, machine)
+            sent.add(ranks.backward(head=phase == "backward") if backward else ranks.forward())
+        phases[phase].add(sum(count for count, _ in parts), sum(time for _, time in parts), traffic, sent, machine)
 
     for start, stop in chunks:
         routers = RouterTally([stop - start], counting=True) if routed else None
@@ -245,4 +268,7 @@ def _phases(
         if plan.chunk.checkpoint:
             parts.append(costs.linear(tokens, backward=False))
         add("sweep", forward, parts, False, True)
+    if plan.sharding.replicas > 1 or plan.sharding.offload:
+        phases["finalize"] = PhaseCost()
+        phases["finalize"].add(0.0, 0.0, Traffic(), ranks.finalize(), machine)
     return phases

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from longstraw.planner.blueprint import Blueprint, LayerWork
 from longstraw.planner.machine import Machine
 from longstraw.planner.pages import Traffic
+from longstraw.planner.sharding import Sent
 
 # Between matrix products a layer reads and writes activations many times: so many bytes of device memory for each byte
 # of graph that it leaves, forward and backward. Fitted to measured steps (tests/planner/test_measured.py).
@@ -20,34 +21,51 @@ _ATTENTION_BACKWARD = 2.5
 
 @dataclass(kw_only=True)
 class PhaseCost:
-    """What the passes of a phase take. `seconds` is the sum over passes of what binds each."""
+    """What the passes of a phase take. `seconds` is the sum over passes of what binds each.
+
+    `link` is the host's, which pages share with offloaded weights and their gradients; `ranks` the GPUs' among each
+    other. Collectives' bytes are of whole tensors.
+    """
 
     operations: float = 0.0
     compute: float = 0.0
     link: float = 0.0
     disk: float = 0.0
+    ranks: float = 0.0
     seconds: float = 0.0
     bytes_read: dict[str, int] = field(default_factory=dict)
     bytes_written: dict[str, int] = field(default_factory=dict)
+    collectives: dict[str, int] = field(default_factory=dict)
+    collective_bytes: dict[str, int] = field(default_factory=dict)
+    weights_to_device: int = 0
+    gradients_to_host: int = 0
 
-    def add(self, operations: float, compute: float, traffic: Traffic, machine: Machine) -> None:
-        """One pass: copies run beside compute, and the slower of the two is what it takes."""
-        read, written = traffic.all_read, traffic.all_written
+    def add(self, operations: float, compute: float, traffic: Traffic, sent: Sent, machine: Machine) -> None:
+        """One pass: copies and collectives run beside compute, and the slowest is what it takes."""
+        read, written = traffic.all_read + sent.weights_to_device, traffic.all_written + sent.gradients_to_host
         link = max(read / machine.h2d, written / machine.d2h, (read + written) / machine.both)
         disk = max(traffic.read.get("nvme", 0) / machine.disk_read, traffic.written.get("nvme", 0) / machine.disk_write)
         self.operations += operations
         self.compute += compute
         self.link += link
         self.disk += disk
-        self.seconds += max(compute, link, disk)
-        for total, part in ((self.bytes_read, traffic.read), (self.bytes_written, traffic.written)):
-            for tier, count in part.items():
-                total[tier] = total.get(tier, 0) + count
+        self.ranks += sent.seconds
+        self.seconds += max(compute, link, disk, sent.seconds)
+        self.weights_to_device += sent.weights_to_device
+        self.gradients_to_host += sent.gradients_to_host
+        for total, part in (
+            (self.bytes_read, traffic.read),
+            (self.bytes_written, traffic.written),
+            (self.collectives, sent.counts),
+            (self.collective_bytes, sent.bytes),
+        ):
+            for key, count in part.items():
+                total[key] = total.get(key, 0) + count
 
     @property
     def binds(self) -> str:
-        """Which of compute, link and disk is the slowest."""
-        times = {"compute": self.compute, "link": self.link, "disk": self.disk}
+        """Which of compute, the host's link, the disk and the links between ranks is the slowest."""
+        times = {"compute": self.compute, "link": self.link, "disk": self.disk, "ranks": self.ranks}
         return max(times, key=lambda name: times[name])
 
 

@@ -22,7 +22,7 @@ from longstraw.runtime.modes import refuse_inference_mode
 from longstraw.runtime.peak import DevicePeak
 from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.report import Report
-from longstraw.runtime.sizing import GraphSize, block_rows, keep_outputs, size_chunk, size_lane
+from longstraw.runtime.sizing import GraphSize, block_rows, hiding_tokens, keep_outputs, size_chunk, size_lane
 from longstraw.runtime.tiers import build_store
 from longstraw.runtime.trace import build_tracer
 from longstraw.runtime.transaction import Transaction
@@ -244,6 +244,7 @@ class Engine:
             lane_tokens=replay.lane_tokens,
             checkpoint=replay.checkpoint,
             logit_block_tokens=replay.logit_block_tokens,
+            hidden_from=hiding_tokens(self.sharding.link_bytes_a_parameter()),
         )
         if self._lane_limit is not None and self._lane_limit < size.tokens:
             return GraphSize(tokens=self._lane_limit, checkpoint=size.checkpoint)
@@ -258,6 +259,7 @@ class Engine:
             device=self.device,
             chunk_tokens=self.config.capture.chunk_tokens,
             checkpoint=self.config.replay.checkpoint,
+            hidden_from=hiding_tokens(self.sharding.link_bytes_a_parameter()),
         )
         if self._chunk_limit is not None and self._chunk_limit < size.tokens:
             return GraphSize(tokens=self._chunk_limit, checkpoint=size.checkpoint)

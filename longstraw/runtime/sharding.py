@@ -107,8 +107,9 @@ class Sharding(Protocol):
         """Bytes of gradient that this rank holds until the step's reduction."""
         ...
 
-    def link_bytes(self) -> int:
-        """Bytes of weights that a forward pass brings to the device over the host's link; 0 where they lie on it."""
+    def link_bytes_a_parameter(self) -> float:
+        """Bytes of weights that a forward pass brings to the device over the host's link, a parameter of the model; 0
+        where they lie on the device."""
         ...
 
     def describe(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +28,10 @@ _BLOCK_TOKENS = {"cuda": 65_536, "cpu": 8_192}
 _KEEP_OUTPUT_FROM = {"cuda": 24_576, "cpu": 256}
 """Prompt tokens from which on a kept attention output costs less to move than to compute again: 4 bytes a head's
 channel over the link (50 GB/s; memory on a CPU) against 2 x prompt operations (600 TFLOP/s; 0.1)."""
+
+
+_OPERATIONS_A_LINK_BYTE = 12_000
+"""What a GPU computes while a byte crosses the host's link: 650 TFLOP/s over 55 GB/s."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +85,16 @@ def fitting_tokens(profile: ModelProfile, free: int, checkpoint: bool, logit_blo
     return max(room // (graph_bytes(profile, checkpoint) + workspace_bytes(profile)), 0)
 
 
+def hiding_tokens(link_bytes_a_parameter: float) -> int:
+    """Tokens of a pass whose products take as long as its weights on the host's link, two operations a parameter and
+    token; 0 where weights are on the device.
+
+    Pages share the link, and are hidden from a number of tokens of their own: a pass with more than either hides both,
+    as computing on weights and on pages both grow with the tokens.
+    """
+    return math.ceil(link_bytes_a_parameter * _OPERATIONS_A_LINK_BYTE / 2)
+
+
 def size_lane(
     profile: ModelProfile,
     lengths: Sequence[int],
@@ -89,14 +104,16 @@ def size_lane(
     lane_tokens: int | Literal["auto"],
     checkpoint: bool | Literal["auto"],
     logit_block_tokens: int,
+    hidden_from: int = 0,
 ) -> GraphSize:
     """Lane width for branches of these lengths: as wide as memory allows, without checkpointing if that is wide enough.
 
-    A branch that is longer than the width still gets a lane of its own.
+    A branch that is longer than the width still gets a lane of its own. `hidden_from`: of `hiding_tokens`; weights that
+    cross the link are hidden, if need be by checkpointing.
     """
     wanted = min(sum(lengths), _WIDEST.get(device.type, _WIDE_ENOUGH)) if lane_tokens == "auto" else lane_tokens
     needed = min(max(wanted, max(lengths)), sum(lengths))
-    return _size(profile, wanted, needed, free, lane_tokens == "auto", checkpoint, logit_block_tokens)
+    return _size(profile, wanted, needed, free, lane_tokens == "auto", checkpoint, logit_block_tokens, hidden_from)
 
 
 def size_chunk(
@@ -107,11 +124,14 @@ def size_chunk(
     device: torch.device,
     chunk_tokens: int | Literal["auto"],
     checkpoint: bool | Literal["auto"],
+    hidden_from: int = 0,
 ) -> GraphSize:
-    """Prompt tokens a chunk, and whether the sweep's graph of a chunk is checkpointed."""
+    """Prompt tokens a chunk, and whether the sweep's graph of a chunk is checkpointed. `hidden_from` as for lanes."""
     wanted = _CHUNK.get(device.type, 1_024) if chunk_tokens == "auto" else chunk_tokens
+    if chunk_tokens == "auto" and hidden_from > wanted:
+        wanted = min(-(-hidden_from // 1_024) * 1_024, _WIDEST.get(device.type, wanted))
     wanted = max(min(wanted, rows), 1)
-    return _size(profile, wanted, wanted, free, chunk_tokens == "auto", checkpoint, logit_block_tokens=0)
+    return _size(profile, wanted, wanted, free, chunk_tokens == "auto", checkpoint, 0, hidden_from)
 
 
 def _size(
@@ -122,12 +142,13 @@ def _size(
     may_shrink: bool,
     checkpoint: bool | Literal["auto"],
     logit_block_tokens: int,
+    hidden_from: int,
 ) -> GraphSize:
     def fits(recompute: bool) -> int:
         return fitting_tokens(profile, free, recompute, logit_block_tokens)
 
     if checkpoint == "auto":
-        checkpoint = fits(False) < (min(needed, _WIDE_ENOUGH) if may_shrink else needed)
+        checkpoint = fits(False) < (min(needed, max(_WIDE_ENOUGH, hidden_from)) if may_shrink else needed)
     tokens = max(min(wanted, fits(checkpoint)), 1) if may_shrink else wanted
     return GraphSize(tokens=tokens, checkpoint=checkpoint)
 

@@ -42,10 +42,30 @@ def test_json(invoke: Callable[..., Any], tiny_llama: Path) -> None:
     found = json.loads(result.stdout)
     assert found["fits"] is True
     assert found["workload"] == {"prompt": 4096, "group": 8, "response": 1024}
-    assert set(found["phases"]) == {"capture", "replay", "backward"}
+    assert set(found["phases"]) == {"capture", "replay", "backward", "finalize"}
+    assert found["sharding"]["framework"] == "ddp"
+    assert found["phases"]["finalize"]["collectives"] == {"all_reduce": 1}
     assert "2 GPUs are 2 replicas in this version" in found["notes"][0]
+    assert "340 GB/s each way (assumed, not measured)" in found["notes"][1]
     # Each of the two has half of the host, of which auto takes 70%.
     assert found["tiers"]["host"]["budget"] == int((128 << 30) // 2 * 0.7)
+
+
+def test_what_ranks_send_and_what_each_way_of_reducing_costs(invoke: Callable[..., Any], tiny_llama: Path) -> None:
+    asked = ("plan", tiny_llama, "--prompt", "4k", "--gpus", "4", "--sharding", "fsdp2", "--offload-weights")
+    result = invoke(*asked)
+    assert result.exit_code == 0, result.output
+    for word in (
+        "weights gathered for a pass",
+        "reduce_scatter",
+        "to device",
+        "deferred *",
+        "each_pass",
+    ):
+        assert word in result.stdout
+    found = json.loads(invoke(*asked, "--json").stdout)
+    assert set(found["ways_to_reduce"]) == {"deferred", "each_pass"}
+    assert found["phases"]["finalize"]["gradients_to_host"] > 0
 
 
 def test_rates_change_the_time(invoke: Callable[..., Any], tiny_llama: Path, tmp_path: Path) -> None:
@@ -63,6 +83,8 @@ def test_rates_change_the_time(invoke: Callable[..., Any], tiny_llama: Path, tmp
         (["--prompt", "many"], "--prompt many: expected a number of tokens"),
         (["--prompt", "1"], "--prompt 1 is too small"),
         (["--prompt", "4k", "--gpus", "0"], "--gpus 0"),
+        (["--prompt", "4k", "--sharding", "fsdp"], "--sharding fsdp: use one of none, ddp, fsdp2, zero1, zero2, zero3"),
+        (["--prompt", "4k", "--keep-gathered"], "--keep-gathered would be ignored with --sharding none"),
         (["--prompt", "4k", "--lora", "0"], "--lora 0"),
         (["--prompt", "4k", "--dtype", "int4"], "--dtype int4"),
     ],

@@ -6,10 +6,13 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.fsdp import FSDPModule
 
-from longstraw import Runtime
+from longstraw import Config, Runtime
 from longstraw.collectives import GATHER, REDUCE, SCATTER, CollectiveMeter, Tally
+from longstraw.integrations.transformers.blueprint import blueprint
+from longstraw.planner import Framework, Machine, Plan, ShardingChoice, Workload, make_plan
 from tests.distributed.pool import Pool
 from tests.distributed.steps import Held, build_kind
 from tests.distributed.test_sums import NARROW
@@ -33,7 +36,7 @@ def prefetching(model: Any) -> Held:
 
 
 def a_step(
-    rank: int, world: int, wrap: Any, config: dict[str, Any], lora: bool = False, **options: Any
+    rank: int, world: int, wrap: Any, config: dict[str, Any], lora: bool = False, score: bool = True, **options: Any
 ) -> dict[str, Any]:
     """What the second step sent: by the report, and seen by a meter around all of it."""
     model = build_kind("qwen3", num_hidden_layers=LAYERS)
@@ -49,7 +52,8 @@ def a_step(
         seen = Tally()
         txn = runtime.transaction(group.prompt)
         with CollectiveMeter(seen), _Unheard(seen, runtime), runtime.accumulate(), txn:
-            txn.score(group.responses)
+            if score:
+                txn.score(group.responses)
             replay_group(txn, group)
         held.step()
     report = txn.report
@@ -158,3 +162,44 @@ def test_zero_3_gathers_are_counted_by_weight(two: Pool) -> None:
         assert found["report"][1] == found["seen"][1]
         # And once more to hand gradients over.
         assert found["seen"][1][GATHER] <= (FORWARDS + BACKWARDS + 1) * found["whole"]
+
+
+def planned(choice: ShardingChoice, config: dict[str, Any]) -> Plan:
+    """The plan of `a_step` without its scores."""
+    found = blueprint(build_kind("qwen3", num_hidden_layers=LAYERS).config, dtype=torch.float32)
+    settings = Config(**(SMALL | config))
+    return make_plan(found, Workload(prompt=61, group=3, response=7), settings, Machine(), sharding=choice)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "config", "options", "choice"),
+    [
+        (fsdp2, CUT, {}, {"framework": Framework.FSDP2}),
+        (fsdp2, CUT | EACH_PASS, {}, {"framework": Framework.FSDP2}),
+        (fsdp2, CUT, {"reshard": False}, {"framework": Framework.FSDP2, "reshard": False}),
+        (ddp, CUT, {}, {"framework": Framework.DDP}),
+        (zero, CUT, {"stage": 2}, {"framework": Framework.ZERO2}),
+    ],
+)
+def test_a_step_sends_what_the_plan_says(
+    two: Pool, wrap: Any, config: dict[str, Any], options: dict[str, Any], choice: dict[str, Any]
+) -> None:
+    plan = planned(ShardingChoice(replicas=2, **choice), config)
+    counts, sizes = Tally(), Tally()
+    for phase in plan.phases.values():
+        for kind, count in phase.collectives.items():
+            counts.add(kind, 0, count)
+            sizes.add(kind, phase.collective_bytes[kind])
+    for found in two.run(a_step, wrap, config, score=False, **options):
+        assert found["report"][0] == counts.counts
+        # The plan knows nothing of shards that are made equally long, and of what the last layer computes in vain in a
+        # sweep, which has no gradient.
+        assert found["report"][1] == pytest.approx(sizes.bytes, rel=0.02)
+
+
+def test_zero_3_sends_no_more_than_the_plan_says(two: Pool) -> None:
+    plan = planned(ShardingChoice(framework=Framework.ZERO3, replicas=2), CUT)
+    most = sum(phase.collective_bytes[GATHER] for phase in plan.phases.values())
+    for found in two.run(a_step, zero, CUT, stage=3, score=False):
+        assert 0.4 * most < found["report"][1][GATHER] <= most
+        assert found["report"][1][SCATTER] == plan.phases["finalize"].collective_bytes[SCATTER]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def blueprint(config: Any, *, dtype: torch.dtype = torch.bfloat16, lora_rank: in
     head = base.get_output_embeddings()
     embeddings = {id(p) for p in (*base.get_input_embeddings().parameters(), *head.parameters())}
     parameters = list(model.parameters())
+    in_layers = [list(layer.parameters()) for layer, _ in find_attentions(base).values()]
     leaves = [p for p in parameters if p.requires_grad]
     matrices = [(p, _met(p, text)) for p in parameters if p.dim() in (2, 3) and id(p) not in embeddings]
     # A depthwise convolution's weight [channels, 1, taps] is no matrix of tokens.
@@ -89,17 +91,32 @@ def blueprint(config: Any, *, dtype: torch.dtype = torch.bfloat16, lora_rank: in
         profile=profile,
         work=tuple(_work(layer, mixers[layer.index], text) for layer in profile.layers),
         parameters=sum(p.numel() for p in parameters),
-        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        weight_bytes=_nbytes(parameters),
         trained=sum(p.numel() for p in leaves),
         gradient_bytes=sum(p.numel() * max(p.element_size(), 4) for p in leaves),
-        model_gradient_bytes=sum(p.numel() * p.element_size() for p in leaves),
+        model_gradient_bytes=_nbytes(leaves),
         largest_gradient=max((p.numel() * p.element_size() for p in leaves), default=0),
+        layer_bytes=max(map(_nbytes, in_layers), default=0),
+        outside_bytes=_nbytes(parameters) - sum(map(_nbytes, in_layers)),
+        layer_gradient=max((_nbytes(_trained(of)) for of in in_layers), default=0),
+        outside_gradient=_nbytes(leaves) - sum(_nbytes(_trained(of)) for of in in_layers),
+        tensors=len(parameters),
+        trained_tensors=len(leaves),
+        tied=head.weight is base.get_input_embeddings().weight,
         matrices=int(sum(met for _, met in matrices)),
         trained_matrices=int(sum(met for p, met in matrices if p.requires_grad)),
         head=sum(p.numel() for p in head.parameters()),
         head_trained=any(p.requires_grad for p in head.parameters()),
         element=dtype.itemsize,
     )
+
+
+def _nbytes(parameters: Iterable[Tensor]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _trained(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [p for p in parameters if p.requires_grad]
 
 
 def _with_lora(model: Any, rank: int) -> Any:
