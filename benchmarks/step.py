@@ -224,7 +224,10 @@ def main() -> None:
                     recompute_replay=report["checkpoint_replay"], recompute_sweep=report["checkpoint_sweep"],
                     kept=report["kept_output_layers"] > 0, detached=way == "detached",
                 )  # fmt: skip
-                replayed = replay_lanes(shape, prompt, group, options.response, recompute=report["checkpoint_replay"])
+                replayed = replay_lanes(
+                    shape, prompt, group, options.response,
+                    recompute=report["checkpoint_replay"], detached=way == "detached",
+                )  # fmt: skip
                 rate = replayed / (report["seconds"]["replay"] + report["seconds"]["backward"])
                 record.add(
                     f"step, ours ({way})", **common, **result, settings=settings, operations=count,

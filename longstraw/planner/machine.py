@@ -28,6 +28,7 @@ class Machine:
         disk_bytes: that are free on the disk of the nvme tiers.
         matrix: matrix products in half precision.
         attention_forward, attention_backward: the fused attention, by head dim. In between, the nearest one counts.
+        attention_queries: the backward of keys whose own gradient nobody wants, by the head dims that it is made for.
         latent_forward, latent_backward: attention of latents, whole or selected, and the index that selects.
         recurrent: recurrences, by the torch rule.
         memory: device memory, both ways together.
@@ -45,6 +46,7 @@ class Machine:
     matrix: float = 650e12
     attention_forward: dict[int, float] = field(default_factory=lambda: {64: 600e12, 128: 650e12, 256: 660e12})
     attention_backward: dict[int, float] = field(default_factory=lambda: {64: 450e12, 128: 550e12, 256: 400e12})
+    attention_queries: dict[int, float] = field(default_factory=lambda: {128: 675e12, 256: 540e12})
     latent_forward: float = 45e12
     latent_backward: float = 150e12
     recurrent: float = 2.5e12
@@ -100,7 +102,7 @@ def _checked(path: Path, key: str, value: Any, known: set[str]) -> Any:
         raise ConfigError(f"{path}: unknown rate {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     if key == "name":
         return str(value)
-    if key in ("attention_forward", "attention_backward"):
+    if key in ("attention_forward", "attention_backward", "attention_queries"):
         if not isinstance(value, dict) or not value or not all(str(dim).isdigit() for dim in value):
             raise ConfigError(f'{path}: {key}: expected {{"128": 6.5e14, ...}}, rates by head dim, got {value!r}')
         return {int(dim): _positive(path, f"{key}.{dim}", rate) for dim, rate in value.items()}

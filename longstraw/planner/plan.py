@@ -221,7 +221,7 @@ def _page_bytes(
 def _phases(
     plan: Plan, state: PromptState, lanes: list[list[int]], chunks: Sequence[tuple[int, int]], exact: bool
 ) -> dict[str, PhaseCost]:
-    costs, machine = Costs(plan.blueprint, plan.machine), plan.machine
+    costs, machine = Costs(plan.blueprint, plan.machine, detached=not exact), plan.machine
     layers = plan.blueprint.profile.layers
     # Its routers read the last layer's attention, also of prompt tokens.
     routed = plan.blueprint.profile.no_aux_loss is None

@@ -17,6 +17,8 @@ FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 12.0, 8.0
 _HEAD_FORWARD, _HEAD_BACKWARD = 10, 15
 # Products of attention's backward for the two of its forward: FlashAttention-2 (arXiv 2307.08691) computes five.
 _ATTENTION_BACKWARD = 2.5
+# Three of them where only the queries' gradient is wanted.
+_QUERIES_BACKWARD = 1.5
 
 
 @dataclass(kw_only=True)
@@ -70,10 +72,13 @@ class PhaseCost:
 
 
 class Costs:
-    """Operations and compute seconds of a model's parts on a machine."""
+    """Operations and compute seconds of a model's parts on a machine.
 
-    def __init__(self, blueprint: Blueprint, machine: Machine) -> None:
-        self._model, self._machine = blueprint, machine
+    `detached`: nobody wants the gradient of the prompt's keys and values.
+    """
+
+    def __init__(self, blueprint: Blueprint, machine: Machine, *, detached: bool) -> None:
+        self._model, self._machine, self._detached = blueprint, machine, detached
 
     def linear(self, tokens: int, *, backward: bool) -> tuple[float, float]:
         """All layers' matrices and what lies between them."""
@@ -102,18 +107,27 @@ class Costs:
         operations = seconds = 0.0
         for number, work in enumerate(self._model.work):
             if number not in skip:
-                count, rate = self._layer(work, lengths, prefix, backward)
-                operations += count
-                seconds += count / rate
+                for count, rate in self._layer(work, lengths, prefix, backward):
+                    operations += count
+                    seconds += count / rate
         return operations, seconds
 
-    def _layer(self, work: LayerWork, lengths: Sequence[int], prefix: int, backward: bool) -> tuple[float, float]:
+    def _layer(self, work: LayerWork, lengths: Sequence[int], prefix: int, backward: bool) -> list[tuple[float, float]]:
+        """Operations, and the rate that they run at."""
         pairs = sum(visible(length, prefix, work.sees) for length in lengths)
         rate = self._rate(work, backward)
-        if backward:
-            return _ATTENTION_BACKWARD * work.pair * pairs + 2.0 * work.token * sum(lengths), rate
-        scanned = sum(visible(length, prefix, None) for length in lengths) if work.scan else 0.0
-        return work.pair * pairs + work.scan * scanned + work.token * sum(lengths), rate
+        if not backward:
+            scanned = sum(visible(length, prefix, None) for length in lengths) if work.scan else 0.0
+            return [(work.pair * pairs + work.scan * scanned + work.token * sum(lengths), rate)]
+        recurrence = 2.0 * work.token * sum(lengths)
+        queries = self._machine.attention_queries.get(work.head_dim) if work.kind == "attention" else None
+        if not self._detached or queries is None:
+            return [(_ATTENTION_BACKWARD * work.pair * pairs + recurrence, rate)]
+        own = sum(visible(length, 0, work.sees) for length in lengths)
+        return [
+            (_QUERIES_BACKWARD * work.pair * (pairs - own), queries),
+            (_ATTENTION_BACKWARD * work.pair * own + recurrence, rate),
+        ]
 
     def _rate(self, work: LayerWork, backward: bool) -> float:
         machine = self._machine

@@ -23,7 +23,8 @@ _WIDE_ENOUGH = 4_096
 _TILE = 128
 """Rows of a tile of a matrix product on a GPU: a chunk that ends inside one pays for all of it."""
 
-_BLOCK_TOKENS = {"cuda": 65_536, "cpu": 8_192}
+_BLOCK_TOKENS = {"cuda": 67_584, "cpu": 8_192}
+"""On an H200 this many keys are whole waves of cuDNN's tiles on its 132 multiprocessors (benchmarks/RESULTS.md)."""
 
 _KEEP_OUTPUT_FROM = {"cuda": 24_576, "cpu": 256}
 """Prompt tokens from which on a kept attention output costs less to move than to compute again: 4 bytes a head's

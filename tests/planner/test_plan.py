@@ -82,6 +82,20 @@ def test_a_detached_step_has_no_sweep_and_no_gradient_pages(small: Blueprint) ->
     assert found.seconds < plan(small).seconds
 
 
+def test_a_detached_prompt_costs_three_products_of_five_where_they_are_alone(qwen3_8b_lora: Blueprint) -> None:
+    workload, tiers = Workload(prompt=131_072, group=8, response=1024), [{"kind": "host", "budget": "100GiB"}]
+
+    def backward(mode: str, machine: Machine) -> float:
+        config = Config(gradient={"prompt": mode}, replay={"checkpoint": False}, tiers=tiers)
+        return make_plan(qwen3_8b_lora, workload, config, machine).phases["backward"].operations
+
+    saved = backward("exact", Machine()) - backward("detached", Machine())
+    # Two products over the prompt: 32 heads of 128 channels in 36 layers, two operations a pair and channel each.
+    assert saved == pytest.approx(2 * 2 * 32 * 128 * 36 * 8 * 1024 * 131_071, rel=1e-6)
+    without = replace(Machine(), attention_queries={})
+    assert backward("detached", without) == backward("exact", Machine())
+
+
 def test_checkpointing_takes_less_memory_and_more_time(small: Blueprint) -> None:
     profile = replace(small.profile, layers=small.profile.layers * 6, blocks=small.profile.blocks * 6)
     deep = replace(small, profile=profile, work=small.work * 6)

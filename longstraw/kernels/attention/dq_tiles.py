@@ -23,8 +23,11 @@ class DqTiles:
     copy_engine: bool
 
 
-FASTER_ON_HOPPER: dict[int, DqTiles] = {}
-"""By head dim, what beat cuDNN's backward of a block on an H200 (`python -m benchmarks.attention_kernels`)."""
+FASTER_ON_HOPPER: dict[int, DqTiles] = {
+    128: DqTiles(queries=128, keys=64, num_warps=8, num_stages=3, copy_engine=True),
+    256: DqTiles(queries=64, keys=32, num_warps=4, num_stages=3, copy_engine=True),
+}
+"""By head dim, what beat cuDNN's backward of a block on an H200, by 2.0 and 2.4 times (benchmarks/RESULTS.md)."""
 
 LEAST_QUERIES = 2048
 """Fewer queries make too few programs for the device: one goes over all keys of a block for one tile of queries."""
