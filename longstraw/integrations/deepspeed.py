@@ -190,7 +190,10 @@ class DeepSpeedSharding(PlainSharding):
 def _is_offloaded(engine: Any) -> bool:
     """Whether weights come to a device from host memory, or from disk."""
     settings = engine.zero_offload_param()
-    return settings is not None and str(settings.device.value) != "none" and torch.device(engine.device).type != "cpu"
+    if settings is None or torch.device(engine.device).type == "cpu":
+        return False
+    # DeepSpeed's settings hold the member of its enum, or the text that the user wrote.
+    return str(getattr(settings.device, "value", settings.device)) != "none"
 
 
 def _numel(parameter: nn.Parameter) -> int:
