@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.util
+import os
 import platform
+import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
 from longstraw.doctor.finding import Finding, bad, good, note
 from longstraw.errors import UnsupportedModelError
 from longstraw.kernels.gated_delta.choose import choose_rule
+from longstraw.pagers.engines.deepspeed import is_built
 from longstraw.pagers.engines.kvikio import DRIVER
 
 _TORCH = ((2, 11), (2, 14))
@@ -40,7 +44,7 @@ def examine_software() -> list[Finding]:
         else:
             found.append(good("versions", f"{package} {_version(package)}"))
     found.append(_gated_delta())
-    return [*found, _libaio(), _gds()]
+    return [*found, _libaio(), _async_io(), _gds()]
 
 
 def _version(package: str) -> str:
@@ -66,6 +70,33 @@ def _libaio() -> Finding:
     if ctypes.util.find_library("aio"):
         return good("libaio", "is installed")
     return note("libaio", "is not installed: engine deepspeed cannot be built", "apt install libaio-dev")
+
+
+def _async_io() -> Finding:
+    """DeepSpeed's op for files: of engine deepspeed, and of ZeRO's offload to a disk."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return note("async_io", "DeepSpeed is not installed", "pip install 'longstraw[deepspeed]'")
+    if is_built():
+        return good("async_io", "DeepSpeed's async_io is built: ZeRO can offload to a disk")
+    missing = [name for name, there in (("g++", shutil.which("g++")), ("libaio.h", _has_headers())) if not there]
+    if missing:
+        return note(
+            "async_io",
+            f"DeepSpeed's async_io is not built, and cannot be: {' and '.join(missing)} missing. ZeRO's offload to a "
+            "disk (device: nvme) and engine deepspeed are not there",
+            "apt install g++ libaio-dev",
+        )
+    return note(
+        "async_io",
+        "DeepSpeed's async_io is not built yet; its first use compiles it, which takes minutes",
+        "python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()'",
+    )
+
+
+def _has_headers() -> bool:
+    folders = [Path("/usr/include"), Path("/usr/local/include"), Path(sys.prefix) / "include"]
+    named = [Path(flag[2:]) for flag in os.environ.get("CFLAGS", "").split() if flag.startswith("-I")]
+    return any((folder / "libaio.h").exists() for folder in [*folders, *named])
 
 
 def _gds() -> Finding:

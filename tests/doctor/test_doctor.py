@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from longstraw.doctor import Level, disks, examine, gpus, memory, probe
+from longstraw.doctor import Level, disks, examine, gpus, memory, probe, software
 from longstraw.doctor.finding import Finding
 from longstraw.pagers import limits, numa
 from longstraw.pagers.engines import EngineSettings
@@ -40,7 +40,7 @@ def test_every_finding_that_is_not_good_has_a_fix(tmp_path: Path) -> None:
     found = examine([tmp_path, tmp_path / "missing"])
     assert all(bool(f.fix) == (f.level is not Level.GOOD) for f in found)
     areas = {f.area for f in found}
-    assert {"gpu", "memory", "memlock", "numa", "versions", "libaio", "gds", f"disk {tmp_path}"} <= areas
+    assert {"gpu", "memory", "memlock", "numa", "versions", "libaio", "async_io", "gds", f"disk {tmp_path}"} <= areas
     missing = [f for f in found if f.area == f"disk {tmp_path / 'missing'}"]
     assert [f.level for f in missing] == [Level.BAD]
     with pytest.raises(AssertionError):
@@ -53,6 +53,25 @@ def test_little_memory_and_little_locking(monkeypatch: pytest.MonkeyPatch) -> No
     found = memory.examine_memory()
     assert any(f.level is Level.BAD and "only 1.00 MiB" in f.text for f in found)
     assert any(f.level is Level.NOTE and "8.00 MiB" in f.text and "ulimit -l unlimited" in f.fix for f in found)
+
+
+def test_what_async_io_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed says only when a run begins that it cannot offload to a disk."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: object() if name == "deepspeed" else real(name, *a)
+    )
+    monkeypatch.setattr(software, "is_built", lambda: False)
+    monkeypatch.setattr(software, "_has_headers", lambda: False)
+    found = software._async_io()
+    assert found.level is Level.NOTE
+    assert "libaio.h" in found.text
+    assert "apt install g++ libaio-dev" in found.fix
+    monkeypatch.setattr(software, "_has_headers", lambda: True)
+    monkeypatch.setattr(software.shutil, "which", lambda name: "/usr/bin/g++")
+    assert "AsyncIOBuilder().load()" in software._async_io().fix
+    monkeypatch.setattr(software, "is_built", lambda: True)
+    assert software._async_io().level is Level.GOOD
 
 
 def test_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
