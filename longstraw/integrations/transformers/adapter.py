@@ -39,6 +39,8 @@ class TransformersAdapter:
         self._layers = checks.find_attentions(self._base)
         self._blocks = checks.decoder_layers(self._base, self._config)
         self._softcap_key, self._divisor_key, self._multiplier = checks.behind_head(self._layers)
+        families = (family_of(mixer) for _, mixer in self._layers.values())
+        self._casts_logits = any(family is not None and family.casts_logits for family in families)
         self._device = sharding.device() or checks.single_device(model)
         self._rotaries = rope.rotary_modules(self._base)
         self._routers = routers.find_routers(self._base)
@@ -146,6 +148,8 @@ class TransformersAdapter:
             stack.enter_context(
                 _exchanged(head, functools.partial(self._head_forward, head, head.forward, forward, behind))
             )
+            if self.sharding.casts_outputs and self._casts_logits:
+                stack.enter_context(_exchanged(self._base, _uncast(self._base.forward)))
             for _, mixer in self._layers.values():
                 family = family_of(mixer)
                 if family is not None and family.exchange is not None:
@@ -161,10 +165,10 @@ class TransformersAdapter:
         result = head_output(head, original, hidden_states, forward, behind)
         if self._untouched_hooks != self._hooks_behind_head():
             self._head_result = result.detach()
-        if self.sharding.casts_outputs:
+        if self.sharding.casts_outputs and not self._casts_logits:
             # A framework may cast floating outputs, to bfloat16 say. Log-probs must not lose their bits on the way out
-            # of the model, and complex numbers pass such a cast as they are. Its hooks also want no views.
-            result = (torch.view_as_complex(result) if result.shape[-1] == 2 else result).clone()
+            # of the model, and complex numbers pass such a cast as they are.
+            result = _as_complex(result)
         return result
 
     @contextmanager
@@ -239,6 +243,29 @@ def _exchanged(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]
             del module.__dict__["forward"]
         else:
             module.forward = before  # type: ignore[method-assign, assignment]
+
+
+def _uncast(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make log-probs complex, as `_head_forward` does, behind a model that casts its logits to float32 itself."""
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        if output.logits.dtype.itemsize < 4:
+            raise UnsupportedModelError(
+                f"a wrapper around the model's forward casts its outputs to {output.logits.dtype}, and the log-probs "
+                "with them, which this model's own cast to float32 does not let pass; leave such mixed precision to "
+                "FSDP2's MixedPrecisionPolicy"
+            )
+        output.logits = _as_complex(output.logits)
+        return output
+
+    return forward
+
+
+def _as_complex(result: Tensor) -> Tensor:
+    """What a framework's cast of floating outputs passes as it is; a copy, as its hooks want no views."""
+    return (torch.view_as_complex(result) if result.shape[-1] == 2 else result).clone()
 
 
 def _checkpointed(original: Callable[..., Any]) -> Callable[..., Any]:

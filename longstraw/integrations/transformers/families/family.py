@@ -31,6 +31,7 @@ class Family:
         head_softcap_key: the text config's key of c, where the model puts c * tanh(logit / c) behind its LM head.
         head_divisor_key: the text config's key of d, where the model divides its head's logits by d.
         head_multiplier: the attribute, of the model below the head, that the head's logits are multiplied with.
+        casts_logits: whether the model casts its head's logits to float32.
         beside: whether its modules run beside an attention in the same layer, and before it. What they keep goes by
             `index_beside` instead of the layer's number.
         rowwise_classes: names of the transformers classes that stand in a mixer's place in some of the models' layers
@@ -49,6 +50,7 @@ class Family:
     head_softcap_key: str | None = None
     head_divisor_key: str | None = None
     head_multiplier: str | None = None
+    casts_logits: bool = False
     beside: bool = False
     rowwise_classes: frozenset[str] = frozenset()
     router_classes: frozenset[str] = frozenset()

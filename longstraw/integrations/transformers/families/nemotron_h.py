@@ -7,12 +7,15 @@ from longstraw.integrations.transformers.families.gated_delta import refuse_conv
 from longstraw.integrations.transformers.families.layers import attention_spec, refuse_layer
 from longstraw.integrations.transformers.families.mamba2 import exchange_mixer, mixer_spec
 
+_ROWWISE = frozenset({"NemotronHMLP", "NemotronHMoE"})
+
 MIXER = Family(
     name="Mamba-2 in Nemotron-H",
     attention_classes=frozenset({"NemotronHMamba2Mixer"}),
     refuse=refuse_convolution,
     spec=mixer_spec,
-    rowwise_classes=frozenset({"NemotronHMLP", "NemotronHMoE"}),
+    casts_logits=True,
+    rowwise_classes=_ROWWISE,
     exchange=exchange_mixer,
 )
 
@@ -21,4 +24,6 @@ ATTENTION = Family(
     attention_classes=frozenset({"NemotronHAttention"}),
     refuse=refuse_layer,
     spec=attention_spec,
+    casts_logits=True,
+    rowwise_classes=_ROWWISE,
 )
