@@ -55,9 +55,15 @@ def fsdp2_offloaded(model: Any) -> Held:
 
 
 def zero(
-    model: nn.Module, *, stage: int, bf16: bool = False, offload: tuple[str, ...] = (), accumulated: int = 1
+    model: nn.Module,
+    *,
+    stage: int,
+    bf16: bool = False,
+    offload: tuple[str, ...] = (),
+    disk: str | None = None,
+    accumulated: int = 1,
 ) -> Held:
-    """A DeepSpeed engine with torch's own optimizer."""
+    """A DeepSpeed engine with torch's own optimizer. What is in `offload` lies on the host, or on `disk`."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
@@ -72,7 +78,7 @@ def zero(
         "zero_optimization": {
             "stage": stage,
             "stage3_param_persistence_threshold": 0,
-            **{f"offload_{what}": {"device": "cpu", "pin_memory": False} for what in offload},
+            **{f"offload_{what}": _offloaded(what, disk) for what in offload},
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -88,6 +94,14 @@ def zero(
         lambda: {n: safe_get_full_grad(parameters[n]) if parameters[n].requires_grad else None for n in names},
         lambda: {n: _weight(parameters[n], safe_get_full_fp32_param) for n in names},
     )
+
+
+def _offloaded(what: str, disk: str | None) -> dict[str, Any]:
+    if disk is None:
+        return {"device": "cpu", "pin_memory": False}
+    place: dict[str, Any] = {"device": "nvme", "nvme_path": disk, "pin_memory": False}
+    # By default the buffers that weights pass through take gigabytes.
+    return place | ({"buffer_count": 8, "buffer_size": 1_000_000} if what == "param" else {"buffer_count": 4})
 
 
 def _weight(parameter: Any, get: Any) -> Any:
