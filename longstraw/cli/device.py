@@ -25,7 +25,8 @@ def parse_device(name: str) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(f"--device {name}: torch sees {count} CUDA devices here; use --device cpu")
-    return device
+    # With its number, which torch.cuda.set_device wants.
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def parse_dtype(name: str) -> torch.dtype:
