@@ -44,7 +44,7 @@ def planned(record: dict[str, Any], machine: Machine) -> Plan:
 def compare(record: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """Planned over measured: 1 is a plan that was right."""
     plan, report = planned(record, machine), record["report"]
-    measured = {name: report["seconds"][name] for name in PHASES if name in report["seconds"]}
+    measured = {name: report["seconds"][name] for name in PHASES if name in plan.phases}
     found: dict[str, Any] = {"figure": record["figure"]}
     found |= {key: record[key] for key in ("layers", "lora", "prompt", "group") if key in record}
     found["keep"] = record["settings"].get("capture", {}).get("keep_attention", "auto")

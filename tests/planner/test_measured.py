@@ -82,6 +82,36 @@ def test_time(qwen3_8b_lora: Blueprint, name: str) -> None:
     assert plan.seconds == pytest.approx(sum(step.seconds.values()), rel=0.25)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Later:
+    """A step measured after the planner was made, with settings left to `auto`: none of its constants knew of it."""
+
+    prompt: int
+    group: int
+    seconds: float
+    peak_gib: float
+    lora: int | None = 16
+    budget: str = "90GiB"
+
+
+LATER = {
+    "32k": Later(prompt=32_768, group=8, seconds=7.73, peak_gib=54.92),
+    "32k, 16 responses": Later(prompt=32_768, group=16, seconds=9.60, peak_gib=55.08),
+    "32k, all weights": Later(prompt=32_768, group=8, seconds=9.11, peak_gib=85.30, lora=None),
+    "128k": Later(prompt=131_072, group=8, seconds=51.73, peak_gib=54.92, budget="100GiB"),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_steps_that_the_planner_was_not_fitted_to(name: str) -> None:
+    step = LATER[name]
+    config = Config(tiers=[{"kind": "host", "budget": step.budget}])
+    made = blueprint(AutoConfig.for_model("qwen3", **QWEN3_8B), lora_rank=step.lora)
+    plan = make_plan(made, Workload(prompt=step.prompt, group=step.group, response=1024), config, Machine())
+    assert plan.memory.beyond_weights / 2**30 == pytest.approx(step.peak_gib, rel=0.10)
+    assert plan.seconds == pytest.approx(step.seconds, rel=0.25)
+
+
 def few_layers(name: str) -> Blueprint:
     """Some layers of real shape, as `benchmarks` measures them."""
     if name == "qwen3, 2 layers, LoRA":
