@@ -22,7 +22,7 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
-	$(BIN)/ruff check longstraw tests
+	$(BIN)/ruff check longstraw tests benchmarks examples
 	$(BIN)/mypy
 
 install: $(INSTALLED)

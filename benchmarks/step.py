@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,14 @@ from benchmarks.common import Record, free_memory, matrix_rate, qwen3, random_gr
 from benchmarks.operations import exact_step, ordinary_row, qwen3_8b, replay_lanes
 from longstraw import Runtime
 
+WAYS = {
+    "host": ("host", "exact"),
+    "device": ("device", "exact"),
+    "detached": ("host", "detached"),
+    "detached-device": ("device", "detached"),
+}
+"""What `--ours` measures: the tier that holds the pages, and the prompt's gradient."""
+
 
 def loss_of(logprobs: Tensor, advantage: float, tokens: int) -> Tensor:
     """The policy gradient of one response at a ratio of 1."""
@@ -32,6 +42,24 @@ def loss_of(logprobs: Tensor, advantage: float, tokens: int) -> Tensor:
 def sgd(model: Any, lora: bool) -> torch.optim.Optimizer | None:
     """The step that ends each way of training all weights; LoRA's is too small to count."""
     return None if lora else torch.optim.SGD(model.parameters(), lr=1e-9)
+
+
+@contextmanager
+def checkpointed(model: Any, attention: str) -> Iterator[Any]:
+    """The model below PEFT's wrapper, each layer checkpointed, under this attention; as before behind it."""
+    wrapped = hasattr(model, "get_base_model")
+    base = model.get_base_model() if wrapped else model
+    base.set_attn_implementation(attention)
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    if wrapped:
+        base.enable_input_require_grads()
+    try:
+        yield base
+    finally:
+        base.gradient_checkpointing_disable()
+        if wrapped:
+            base.disable_input_require_grads()
+        base.set_attn_implementation("sdpa")
 
 
 def measure_ours(
@@ -68,29 +96,22 @@ def measure_ordinary(
     model: Any, ids: Tensor, responses: list[Tensor], rows: int, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
     total = sum(len(r) for r in responses)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    base.set_attn_implementation("sdpa")
-    base.gradient_checkpointing_enable({"use_reentrant": False})
-    if hasattr(model, "get_base_model"):
-        base.enable_input_require_grads()
     free_memory()
     times = []
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-    for i in range(rows):
-        response = responses[i]
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        row = torch.cat([ids, response])[None].cuda()
-        with sdpa_kernel(backends, set_priority=True):
-            logits = model(input_ids=row, use_cache=False, logits_to_keep=len(response) + 1).logits[0, :-1]
-            chosen = logits.float().log_softmax(-1).gather(-1, response.cuda()[:, None])[:, 0]
-            loss_of(chosen, (-1.0) ** i, total).backward()
-        del logits, chosen
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    base.gradient_checkpointing_disable()
-    if hasattr(model, "get_base_model"):
-        base.disable_input_require_grads()
+    with checkpointed(model, "sdpa"):
+        for i in range(rows):
+            response = responses[i]
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            row = torch.cat([ids, response])[None].cuda()
+            with sdpa_kernel(backends, set_priority=True):
+                logits = model(input_ids=row, use_cache=False, logits_to_keep=len(response) + 1).logits[0, :-1]
+                chosen = logits.float().log_softmax(-1).gather(-1, response.cuda()[:, None])[:, 0]
+                loss_of(chosen, (-1.0) ** i, total).backward()
+            del logits, chosen
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
     step = 0.0
     if optimizer is not None:
         start = time.perf_counter()
@@ -113,7 +134,6 @@ def measure_packed(
 ) -> dict[str, Any]:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     prompt, total = len(ids), sum(len(r) for r in responses)
     branch = torch.cat([torch.full((prompt,), -1)] + [torch.full((len(r),), i) for i, r in enumerate(responses)]).cuda()
     positions = torch.cat([torch.arange(prompt)] + [torch.arange(prompt, prompt + len(r)) for r in responses])
@@ -123,10 +143,6 @@ def measure_packed(
         return (q >= k) & ((branch[k] == -1) | (branch[k] == branch[q]))
 
     mask = create_block_mask(visible, None, None, len(branch), len(branch), device="cuda", _compile=True)
-    base.set_attn_implementation("flex_attention")
-    base.gradient_checkpointing_enable({"use_reentrant": False})
-    if hasattr(model, "get_base_model"):
-        base.enable_input_require_grads()
     # A response's first token is predicted by the prompt's last, the others by the token before.
     starts = torch.tensor([sum(len(r) for r in responses[:i]) for i in range(len(responses))])
     predictors = torch.cat(
@@ -137,23 +153,22 @@ def measure_packed(
     signs = torch.cat([torch.full((len(r),), (-1.0) ** i) for i, r in enumerate(responses)]).cuda()
     free_memory()
     times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        # All rows' positions differ from their place in the row.
-        hidden = base.model(input_ids=rows, position_ids=positions[None].cuda(), attention_mask=mask, use_cache=False)
-        logits = base.lm_head(hidden.last_hidden_state[0, predictors])
-        chosen = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-        (-(chosen * signs).sum() / total).backward()
-        del hidden, logits, chosen
-        if optimizer is not None:
-            optimizer.step()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    base.gradient_checkpointing_disable()
-    if hasattr(model, "get_base_model"):
-        base.disable_input_require_grads()
-    base.set_attn_implementation("sdpa")
+    with checkpointed(model, "flex_attention") as base:
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            # All rows' positions differ from their place in the row.
+            hidden = base.model(
+                input_ids=rows, position_ids=positions[None].cuda(), attention_mask=mask, use_cache=False
+            )
+            logits = base.lm_head(hidden.last_hidden_state[0, predictors])
+            chosen = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+            (-(chosen * signs).sum() / total).backward()
+            del hidden, logits, chosen
+            if optimizer is not None:
+                optimizer.step()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
     return {"seconds": min(times), "first_seconds": times[0], "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
@@ -177,8 +192,9 @@ def main() -> None:
     parser.add_argument("--group", type=int, nargs="+", default=[8])
     parser.add_argument("--response", type=int, default=1024)
     parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--ours", nargs="+", default=["host"], choices=["host", "device", "detached"])
+    parser.add_argument("--ours", nargs="+", default=["host"], choices=list(WAYS))
     parser.add_argument("--host-budget", default="90GiB")
+    parser.add_argument("--device-budget", default="100GiB")
     parser.add_argument("--chunk", default="auto")
     parser.add_argument("--lane", default="auto")
     parser.add_argument("--checkpoint", default="auto")
@@ -203,10 +219,11 @@ def main() -> None:
             }  # fmt: skip
             mine: dict[str, Tensor] = {}
             for way in options.ours:
-                tiers = [{"kind": "host", "budget": options.host_budget}]
+                tier, gradient = WAYS[way]
+                budget = options.host_budget if tier == "host" else options.device_budget
                 settings: dict[str, Any] = {
-                    "tiers": [{"kind": "device", "budget": "100GiB"}] if way == "device" else tiers,
-                    "gradient": {"prompt": "detached" if way == "detached" else "exact"},
+                    "tiers": [{"kind": tier, "budget": budget}],
+                    "gradient": {"prompt": gradient},
                     "capture": {
                         "chunk_tokens": options.chunk if options.chunk == "auto" else int(options.chunk),
                         "keep_attention": options.keep,
@@ -222,11 +239,11 @@ def main() -> None:
                 count = exact_step(
                     shape, prompt, group, options.response,
                     recompute_replay=report["checkpoint_replay"], recompute_sweep=report["checkpoint_sweep"],
-                    kept=report["kept_output_layers"] > 0, detached=way == "detached",
+                    kept=report["kept_output_layers"] > 0, detached=gradient == "detached",
                 )  # fmt: skip
                 replayed = replay_lanes(
                     shape, prompt, group, options.response,
-                    recompute=report["checkpoint_replay"], detached=way == "detached",
+                    recompute=report["checkpoint_replay"], detached=gradient == "detached",
                 )  # fmt: skip
                 rate = replayed / (report["seconds"]["replay"] + report["seconds"]["backward"])
                 record.add(
