@@ -124,6 +124,11 @@ def _notes(plan: Plan, lora: int | None) -> list[str]:
             f"time: for layers of kind {', '.join(sorted(kinds))} the rates come from few measurements; give your own "
             "with --rates where it matters"
         )
+    if plan.blueprint.looped_experts is not None:
+        notes.append(
+            f"experts: {plan.blueprint.looped_experts}; load the model with experts_implementation='eager', a loop, "
+            "which is slower than planned; its live graph is up to a tenth larger"
+        )
     if plan.blueprint.profile.hidden_dtype.itemsize > 2:
         notes.append("time: rates are those of half precision; wider types are slower")
     optimizer = "LoRA's optimizer state is small" if lora else "the optimizer's state (8 bytes a parameter for AdamW)"

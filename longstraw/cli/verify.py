@@ -47,6 +47,7 @@ def verify(
         raise ConfigError(f"--mode {mode}: use exact or detached")
     # torch and transformers take seconds to import, and --help needs neither.
     from longstraw.cli.device import parse_device, parse_dtype
+    from longstraw.integrations.transformers.experts import loop_where_needed
     from longstraw.verify import VerifyOptions, verify_model
 
     checked_mode: Literal["exact", "detached"] = "exact" if mode == "exact" else "detached"
@@ -59,10 +60,11 @@ def verify(
         seed=seed,
     )
     model = _load(model_dir, gguf_file, parse_dtype(dtype)).to(parse_device(device))
+    looped = loop_where_needed(model)
     result = verify_model(model, options)
     if json_out is not None:
         json_out.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
-    _print(result)
+    _print(result, looped)
     if result.failures:
         raise typer.Exit(1)
 
@@ -81,7 +83,7 @@ def _load(directory: Path, gguf_file: str | None, dtype: Any) -> Any:
         raise ConfigError(f"cannot load a causal LM from {directory}: {error}{hint}") from error
 
 
-def _print(result: VerifyResult) -> None:
+def _print(result: VerifyResult, looped: str | None) -> None:
     console = Console()
     worst = result.differences[:_WORST]
     table = Table(title=f"the {len(worst)} worst of {len(result.differences)} parameters")
@@ -99,6 +101,10 @@ def _print(result: VerifyResult) -> None:
             style="red" if difference.name in failed else None,
         )
     console.print(table)
+    if looped is not None:
+        console.print(
+            f"experts ran in a loop (experts_implementation='eager'), on both sides: {looped}", soft_wrap=True
+        )
     console.print(f"largest difference of a log-prob: {result.logprob_difference:.1e} nats")
     console.print(f"tolerance: {result.tolerance:g} ({result.reason})")
     if failed:

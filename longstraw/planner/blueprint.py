@@ -50,6 +50,7 @@ class Blueprint:
         head: values of the LM head.
         head_trained: whether it is trained.
         element: bytes of an activation.
+        looped_experts: why the model's experts run in a loop instead of grouped products, or None if they do not.
     """
 
     name: str
@@ -73,3 +74,4 @@ class Blueprint:
     head: int
     head_trained: bool
     element: int
+    looped_experts: str | None = None

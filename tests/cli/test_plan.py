@@ -77,6 +77,14 @@ def test_rates_change_the_time(invoke: Callable[..., Any], tiny_llama: Path, tmp
     assert json.loads(slow.stdout)["machine"] == "a slow one"
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_experts_of_an_odd_width(invoke: Callable[..., Any], tiny_mixture: Path, dtype: str) -> None:
+    result = invoke("plan", tiny_mixture, "--prompt", "4k", "--dtype", dtype, "--json")
+    assert result.exit_code == 0, result.output
+    (note,) = (note for note in json.loads(result.stdout)["notes"] if note.startswith("experts:"))
+    assert f"has one of 42 in {dtype}; load the model with experts_implementation='eager'" in note
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

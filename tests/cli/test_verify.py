@@ -26,6 +26,16 @@ def test_passes(invoke: Callable[..., Any], tiny_llama: Path, tmp_path: Path, mo
     assert max(d["relative"] for d in found["differences"]) < 1e-6
 
 
+@pytest.mark.parametrize(("dtype", "why"), [("float64", "take no float64"), ("float32", "has one of 42 in float32")])
+def test_experts_that_grouped_products_do_not_take(
+    invoke: Callable[..., Any], tiny_mixture: Path, dtype: str, why: str
+) -> None:
+    result = invoke("verify", tiny_mixture, "--dtype", dtype)
+    assert result.exit_code == 0, result.output
+    assert "experts ran in a loop (experts_implementation='eager'), on both sides" in result.stdout
+    assert why in result.stdout
+
+
 def test_fails_with_status_1(invoke: Callable[..., Any], tiny_llama: Path) -> None:
     result = invoke("verify", tiny_llama, "--tolerance", "1e-30")
     assert result.exit_code == 1

@@ -76,9 +76,25 @@ def test_a_token_meets_its_own_experts_only() -> None:
     assert config.num_experts_per_tok < config.num_local_experts
 
 
-def test_experts_are_planned_in_bfloat16_only() -> None:
-    with pytest.raises(ConfigError, match="--dtype float32: experts"):
-        blueprint(windowed_models.windowed_model("gpt_oss").config, dtype=torch.float32)
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
+def test_experts_in_float32(kind: str) -> None:
+    model = windowed_models.windowed_model(kind, oracle=False).float()
+    model.set_experts_implementation("grouped_mm")
+    found = blueprint(model.config, dtype=torch.float32)
+    assert found.profile.graph_bytes == pytest.approx(adapt(model, None, Config()).profile().graph_bytes, rel=0.01)
+    assert found.looped_experts is None
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "why"), [(21, torch.bfloat16, "has one of 42"), (16, torch.float64, "take no float64")]
+)
+def test_experts_that_grouped_products_do_not_take(width: int, dtype: torch.dtype, why: str) -> None:
+    model = windowed_models.windowed_model("qwen3_moe", oracle=False, moe_intermediate_size=width).to(dtype)
+    found = blueprint(model.config, dtype=dtype)
+    assert why in (found.looped_experts or "")
+    # The model runs its experts in a loop, which keeps a little more.
+    looped = adapt(model, None, Config()).profile().graph_bytes
+    assert found.profile.graph_bytes <= looped <= 1.1 * found.profile.graph_bytes
 
 
 def test_operations_are_those_of_the_second_count() -> None:

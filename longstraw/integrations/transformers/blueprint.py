@@ -16,6 +16,7 @@ from longstraw.errors import ConfigError
 from longstraw.integrations.plain import PlainSharding
 from longstraw.integrations.transformers.adapter import TransformersAdapter
 from longstraw.integrations.transformers.checks import find_attentions
+from longstraw.integrations.transformers.experts import GROUPED, AnyGroup, refuses_grouped
 from longstraw.integrations.transformers.families import family_of
 from longstraw.planner.blueprint import Blueprint, LayerWork
 from longstraw.resident.state import StateKind
@@ -51,16 +52,17 @@ def blueprint(config: Any, *, dtype: torch.dtype = torch.bfloat16, lora_rank: in
 
     Raises:
         UnsupportedModelError: some layer is of no supported family.
-        ConfigError: `lora_rank` is asked for without PEFT, or a model with experts in another dtype than bfloat16.
+        ConfigError: `lora_rank` is asked for without PEFT.
     """
     text = copy.deepcopy(config.get_text_config())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(text, dtype=dtype)
+    looped = None
     if model._can_set_experts_implementation():
-        # Grouped products of experts have shapes wherever tokens are routed; a loop over experts has not.
-        if dtype != torch.bfloat16:
-            raise ConfigError(f"--dtype {str(dtype).removeprefix('torch.')}: experts are planned in bfloat16 only")
-        model.set_experts_implementation("grouped_mm")
+        # Grouped products have shapes wherever tokens are routed. A loop over experts has not; it keeps up to a tenth
+        # more for autograd.
+        model.set_experts_implementation(GROUPED)
+        looped = refuses_grouped(model, dtype)
     model.train()
     # What a user of such a model has to switch off as well.
     for key in ("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout"):
@@ -72,7 +74,7 @@ def blueprint(config: Any, *, dtype: torch.dtype = torch.bfloat16, lora_rank: in
     base, values = model, sum(p.numel() for p in model.parameters())
     if lora_rank is not None:
         model = _with_lora(model, lora_rank).to(dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), AnyGroup():
         _without_memory(model)
         adapter = _ShapeAdapter(_ShapeSharding(model, wide=True), text, dtype)
         profile = adapter.profile()
@@ -108,6 +110,7 @@ def blueprint(config: Any, *, dtype: torch.dtype = torch.bfloat16, lora_rank: in
         head=sum(p.numel() for p in head.parameters()),
         head_trained=any(p.requires_grad for p in head.parameters()),
         element=dtype.itemsize,
+        looped_experts=looped,
     )
 
 
