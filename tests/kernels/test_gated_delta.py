@@ -201,6 +201,34 @@ def test_first_use_is_checked(per_channel: bool) -> None:
         check_rule(half_a_gradient, "another rule", q, v, per_channel=per_channel)
 
 
+def test_the_check_is_hidden_from_who_measures_the_graph() -> None:
+    """The model's first short run counts what autograd saves, and is where the check comes in."""
+    seen: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    q, v = torch.empty(9, 2, 16, dtype=torch.bfloat16), torch.empty(9, 4, 24, dtype=torch.bfloat16)
+    weight = torch.ones(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        check_rule(ChunkedRule(), "the torch rule", q, v, per_channel=False)
+        assert not seen
+        weight.square()
+    assert len(seen) == 1, "the hooks of whoever called are back"
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_check_does_not_hang_on_defaults(default: torch.dtype) -> None:
+    q, v = torch.empty(9, 2, 16, dtype=torch.bfloat16), torch.empty(9, 4, 24, dtype=torch.bfloat16)
+    torch.set_default_dtype(default)
+    try:
+        with torch.device("meta"):
+            check_rule(ChunkedRule(), "the torch rule", q, v, per_channel=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_missing_package_is_refused_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longstraw.kernels.gated_delta.fla._version", lambda name: None)
     with pytest.raises(UnsupportedModelError, match=r"not installed.*kernels\.gated_delta to torch"):
