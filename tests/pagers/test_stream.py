@@ -1,103 +1,38 @@
-"""Streams: rows come back bit for bit from every tier, in any announced order, and failures leave no
-trace."""
+"""Streams: rows come back bit for bit from every tier, in any announced order."""
 
 from __future__ import annotations
 
-import errno
-import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from longstraw.errors import PageLostError, PageStateError, StreamOrderError
-from longstraw.pagers import DevicePager, HostPager, NvmePager, PageStream, Request, StagingPool, Transfer
+from longstraw.errors import PageStateError, StreamOrderError
+from longstraw.pagers import DevicePager, NvmePager, PageStream, Request, StagingPool, Transfer
 from longstraw.pagers import Extent as Extent
-from longstraw.resident import Access, Field, PageState, PageStore, Reservation, Segment, State, StateKind
-
-CPU = torch.device("cpu")
-ROWS, PAGE = 1000, 16
-KV = State(StateKind.TOKEN, 0, "kv", (Field("k", (2, 16)), Field("v", (2, 17))), "bfloat16")
-ROW_BYTES = KV.row_bytes
-READ, FILL, UPDATE = Access.READ, Access.FILL, Access.UPDATE
-# Budgets by tier; "straddle" cuts a segment twice.
-LAYOUTS = {
-    "device": (1 << 20, 0, 0),
-    "host": (0, 1 << 20, 0),
-    "nvme": (0, 0, 1 << 20),
-    "straddle": (32 << 10, 48 << 10, 1 << 20),
-}
-
-
-@pytest.fixture(params=LAYOUTS)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PageStore]:
-    yield from build(tmp_path, *LAYOUTS[request.param])
-
-
-@pytest.fixture
-def straddling(tmp_path: Path) -> Iterator[PageStore]:
-    yield from build(tmp_path, *LAYOUTS["straddle"])
-
-
-@pytest.fixture
-def on_disk(tmp_path: Path) -> Iterator[PageStore]:
-    yield from build(tmp_path, *LAYOUTS["nvme"])
-
-
-def build(path: Path, device: int, host: int, nvme: int) -> Iterator[PageStore]:
-    pagers = [DevicePager(device, CPU), HostPager(host, CPU), NvmePager(path, nvme, CPU)]
-    store = PageStore(pagers, PAGE)
-    yield store
-    store.release("me", force=True)
-    assert store.pages_in_use() == 0
-    assert all(tier["used"] == 0 for tier in store.usage().values())
-    for pager in pagers:
-        pager.close()
-
-
-def reserve(store: PageStore, state: State = KV, rows: int = ROWS) -> Segment:
-    (segment,) = store.reserve("me", [Reservation(state, rows)])
-    return segment
-
-
-def noise(rows: int, seed: int = 0) -> torch.Tensor:
-    """Rows of random bits: NaNs of every kind are among them, which a conversion would change."""
-    bits = torch.randint(-(1 << 15), 1 << 15, (rows, KV.row_elements), generator=torch.Generator().manual_seed(seed))
-    return bits.to(torch.int16).view(torch.bfloat16)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))
-
-
-def requests(segment: Segment, ranges: Sequence[tuple[int, int]], access: Access) -> list[Request]:
-    return [Request(segment, start, stop, access) for start, stop in ranges]
-
-
-def cut(step: int, rows: int = ROWS) -> list[tuple[int, int]]:
-    return [(at, min(at + step, rows)) for at in range(0, rows, step)]
-
-
-def fill(store: PageStore, segment: Segment, rows: torch.Tensor, step: int = 300) -> None:
-    schedule = requests(segment, cut(step, rows.shape[0]), FILL)
-    with PageStream(store, schedule, device=CPU) as stream:
-        for request in schedule:
-            with stream.next(segment, request.start, request.stop) as out:
-                assert out.shape == (request.stop - request.start, KV.row_elements)
-                out.copy_(rows[request.start : request.stop])
-
-
-def read_rows(store: PageStore, segment: Segment, rows: int) -> torch.Tensor:
-    stream = PageStream(store, [Request(segment, 0, rows, READ)], device=CPU)
-    with stream, stream.next(segment, 0, rows) as out:
-        return out.clone()
-
-
-def states(segment: Segment) -> set[PageState]:
-    segment.settle(block=True)
-    return {page.state for page in segment.pages}
+from longstraw.resident import Access, Field, PageState, PageStore, State, StateKind
+from tests.pagers.streams import (
+    CPU,
+    FILL,
+    KV,
+    LAYOUTS,
+    PAGE,
+    READ,
+    ROW_BYTES,
+    ROWS,
+    UPDATE,
+    build,
+    cut,
+    fill,
+    noise,
+    read_rows,
+    requests,
+    reserve,
+    same_bits,
+    states,
+)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 5])
@@ -313,114 +248,6 @@ def test_wrong_order_names_both(store: PageStore) -> None:
     stream.close()
     with pytest.raises(StreamOrderError, match="closed"):
         stream.next(segment, 0, 32)
-
-
-def _spoil(out: torch.Tensor, access: Access) -> None:
-    if access is not READ:
-        out.fill_(1)
-    raise KeyError("mine")
-
-
-def _fill_then_fail(stream: PageStream, segment: Segment) -> None:
-    with stream:
-        with stream.next(segment, 0, 9):
-            pass
-        raise KeyError("first")
-
-
-@pytest.mark.parametrize("access", list(Access))
-def test_exception_inside(store: PageStore, access: Access) -> None:
-    segment, rows = reserve(store), noise(ROWS)
-    fill(store, segment, rows)
-    ranges, pool = [(100, 150), (200, 300), (400, 500)], StagingPool(CPU)
-    stream = PageStream(store, requests(segment, ranges, access), device=CPU, staging=pool)
-    with pytest.raises(KeyError, match="mine"), stream.next(segment, 100, 150) as out:
-        _spoil(out, access)
-    stream.close()
-    touched, beside = segment.pages[100 // PAGE], segment.pages[0]
-    segment.settle(block=True)
-    if access is UPDATE:
-        assert touched.state is PageState.LOST
-    elif access is FILL:
-        assert (touched.state, touched.filled) == (PageState.RESIDENT, 100 % PAGE)
-    else:
-        assert states(segment) == {PageState.RESIDENT}
-    assert beside.state is PageState.RESIDENT
-    assert len(segment.leases) == 0
-    pool.trim()
-    assert pool.bytes == 0
-    store.void(segment)
-    fill(store, segment, rows)  # the same memory is as good as new
-    assert same_bits(read_rows(store, segment, ROWS), rows)
-
-
-def test_failed_read_and_write(on_disk: PageStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    segment, rows = reserve(on_disk), noise(ROWS)
-    fill(on_disk, segment, rows)
-
-    def fail(fd: int, data: list[memoryview], offset: int) -> int:
-        raise OSError(errno.EIO, "bad block")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", fail)
-        stream = PageStream(on_disk, requests(segment, [(0, 100), (100, 200)], READ), device=CPU)
-        with pytest.raises(PageLostError, match="bad block"), stream.next(segment, 0, 100):
-            pass
-        stream.close()
-    assert [page.state for page in segment.pages[:7]] == [PageState.LOST] * 7
-    assert segment.pages[20].state is PageState.RESIDENT
-    on_disk.void(segment)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", fail)
-        with pytest.raises(PageLostError, match=r"a write-back failed.*bad block"):
-            fill(on_disk, segment, rows)
-    on_disk.void(segment)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", fail)
-        stream = PageStream(on_disk, requests(segment, [(0, 9)], FILL), device=CPU)
-        with pytest.raises(KeyError) as error:
-            _fill_then_fail(stream, segment)
-    assert "bad block" in error.value.__notes__[0]
-    on_disk.void(segment)
-    fill(on_disk, segment, rows)
-
-
-def test_no_memory_for_a_slot(on_disk: PageStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    segment = reserve(on_disk)
-    fill(on_disk, segment, noise(ROWS))
-    stream = PageStream(on_disk, requests(segment, cut(100), READ), lookahead=0, device=CPU)
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise torch.OutOfMemoryError("no")
-
-    monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.raises(torch.OutOfMemoryError), stream.next(segment, 0, 100):
-        pass
-    stream.close()
-    assert segment.leases == []
-    assert states(segment) == {PageState.RESIDENT}
-
-
-def test_closing_with_look_ahead_on_its_way(on_disk: PageStore) -> None:
-    segment = reserve(on_disk)
-    fill(on_disk, segment, noise(ROWS))
-    stream = PageStream(on_disk, requests(segment, cut(100), UPDATE), lookahead=4, device=CPU)
-    assert len(segment.leases) == 4
-    stream.close()
-    assert segment.leases == []
-    assert states(segment) == {PageState.RESIDENT}
-
-
-def test_forced_release_under_an_open_request(on_disk: PageStore) -> None:
-    segment = reserve(on_disk)
-    fill(on_disk, segment, noise(ROWS))
-    stream = PageStream(on_disk, requests(segment, cut(100), UPDATE), device=CPU)
-    with stream.next(segment, 0, 100):
-        on_disk.release("me", force=True)
-    with pytest.raises(PageStateError, match="released"), stream.next(segment, 100, 200):
-        pass
-    stream.close()
-    assert on_disk.pages_in_use() == 0
 
 
 def test_tensors_carry_no_graph_and_serve_autograd(on_disk: PageStore) -> None:
