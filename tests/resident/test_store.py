@@ -315,11 +315,15 @@ def test_failed_read_loses_the_pages(far: tuple[PageStore, Segment, BytesPager])
     assert read(store, segment, 0, 35) == bytes([2] * 280)
 
 
-def test_failed_write_back_is_met_by_the_next_lease(far: tuple[PageStore, Segment, BytesPager]) -> None:
+@pytest.mark.parametrize("ended", [False, True], ids=["on its way", "ended"])
+def test_failed_write_back_is_met_by_the_next_lease(far: tuple[PageStore, Segment, BytesPager], ended: bool) -> None:
     store, segment, pager = far
     fill(store, segment, 0, 10, 1)
     pager.fail = OSError(28, "full")
     fill(store, segment, 10, 20, 1)
+    if ended:
+        with pytest.raises(OSError, match="full"):
+            pager.made[1].result()
     with pytest.raises(PageLostError, match="full"):
         read(store, segment, 12, 14)
     assert states(segment) == [R, L, F, F]
