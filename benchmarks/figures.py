@@ -99,8 +99,8 @@ FIGURES: tuple[Figure, ...] = (
         command=f"{_STEP} --lora --prompt 32768 --group 16 --ours host --repeats 2",
     ),
     Figure(
-        name="attention-over-pages", command="python -m benchmarks.attention_over_pages --out {out}", seconds=120,
-        device_gib=60,
+        name="attention-over-pages", seconds=180, device_gib=60,
+        command="python -m benchmarks.attention_over_pages --block 67584 135168 --out {out}",
     ),
     Figure(
         name="attention-kernels", command="python -m benchmarks.attention_kernels --out {out}", seconds=60,
