@@ -320,6 +320,25 @@ def test_a_router_that_returns_another_order_is_refused() -> None:
         Runtime(model, settings()).transaction(GROUP.prompt)
 
 
+def test_a_router_that_serves_two_layers_is_refused() -> None:
+    model = asked_for(windowed_model("qwen3_moe"))
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with pytest.raises(UnsupportedModelError, match="layer 1 shares its Qwen3MoeTopKRouter with an earlier layer"):
+        Runtime(model, settings()).transaction(GROUP.prompt)
+    model.config.output_router_logits = False
+    reference = copy.deepcopy(model)
+    plain_step(reference, [GROUP])
+    with Runtime(model, settings()).transaction(GROUP.prompt) as txn:
+        replay_group(txn, GROUP)
+    assert_parity(model, reference)
+
+
+def test_routers_of_one_weight_are_followed_one_by_one() -> None:
+    model = asked_for(windowed_model("qwen3_moe"))
+    model.model.layers[1].mlp.gate.weight = model.model.layers[0].mlp.gate.weight
+    check(model)
+
+
 # Mistakes
 
 

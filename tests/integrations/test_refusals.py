@@ -136,6 +136,61 @@ def test_a_compiled_model() -> None:
         Runtime(model, SMALL)
 
 
+def compile_layer(model: Any) -> None:
+    model.model.layers[1].compile()
+
+
+def wrap_layer(model: Any) -> None:
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+
+
+def wrap_attention(model: Any) -> None:
+    model.model.layers[0].self_attn = torch.compile(model.model.layers[0].self_attn)
+
+
+def wrap_body(model: Any) -> None:
+    model.model = torch.compile(model.model)
+
+
+@pytest.mark.parametrize("compile_part", [compile_layer, wrap_layer, wrap_attention, wrap_body])
+def test_compiled_parts(compile_part: Any) -> None:
+    model = build("llama")
+    compile_part(model)
+    with pytest.raises(UnsupportedModelError, match=r"model\S* is compiled, and has parts that work otherwise"):
+        Runtime(model, SMALL)
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.1", "lm_head"])
+def test_parts_that_are_compiled_later(part: str) -> None:
+    model = build("llama")
+    runtime = Runtime(model, SMALL)
+    model.get_submodule(part).compile()
+    with pytest.raises(UnsupportedModelError, match=f"{part or 'the model'} is compiled"):
+        runtime.transaction(GROUP.prompt)
+    assert untouched(model)
+
+
+def test_compiled_mlps_are_as_exact() -> None:
+    model = build("llama")
+    reference = build("llama")
+    for layer in model.model.layers:
+        layer.mlp.compile(backend="eager")
+    paged_step(Runtime(model, SMALL), [GROUP])
+    plain_step(reference, [GROUP])
+    assert worst(model, reference)[0][0] < 1e-6
+
+
+@pytest.mark.parametrize("part", ["self_attn", ""])
+def test_layers_that_share_an_attention(part: str) -> None:
+    model = build("llama")
+    if part:
+        setattr(model.model.layers[1], part, getattr(model.model.layers[0], part))
+    else:
+        model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(UnsupportedModelError, match="layer 1 of LlamaForCausalLM shares its LlamaAttention"):
+        Runtime(model, SMALL)
+
+
 def test_data_parallel() -> None:
     with pytest.raises(UnsupportedModelError, match="DataParallel"):
         Runtime(nn.DataParallel(build("llama")), SMALL)

@@ -93,7 +93,10 @@ class TransformersAdapter:
 
     def profile(self) -> ModelProfile:
         key = self._profile_key()
-        # Each time: a dropout can be set, or one module put in training mode, without a trace in the key.
+        # Each time: a dropout can be set, or a module compiled or put in training mode, without a trace in the key.
+        followed = self._routers if self.no_aux_loss() is None else ()
+        routers.refuse_shared_routers(self._blocks, followed)
+        checks.refuse_compiled(self._model, (self._base.get_output_embeddings(), *self._rotaries, *followed))
         checks.refuse_dropout(self._model, self._config)
         checks.refuse_tuples(self._base)
         checks.refuse_router_noise(self._model)

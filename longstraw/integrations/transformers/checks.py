@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -32,8 +32,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
         wrapper = _WRAPPERS.get(type(module).__name__)
         if wrapper is not None:
             raise UnsupportedModelError(f"the model is wrapped in {wrapper}")
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise UnsupportedModelError("the model is compiled: pass the model before torch.compile")
+    refuse_compiled(model)
     _refuse_prompt_learning(model)
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()  # type: ignore[operator]
@@ -44,6 +43,23 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no LM head; pass a ...ForCausalLM class")
     return model
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` wraps the module, or its `compile` was called."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def refuse_compiled(model: nn.Module, others: Iterable[nn.Module | None] = ()) -> None:
+    """Raises UnsupportedModelError if a compiled part of the model holds an attention, or one of `others`: in a pass
+    their forward is exchanged, or hooked, and compiled code goes on with what was there when it was compiled."""
+    touched = set(others)
+    for name, module in model.named_modules():
+        if is_compiled(module) and any(part in touched or hasattr(part, "layer_idx") for part in module.modules()):
+            raise UnsupportedModelError(
+                f"{name or 'the model'} is compiled, and has parts that work otherwise in a transaction; pass the "
+                "model before torch.compile (MLPs may be compiled)"
+            )
 
 
 def _refuse_prompt_learning(model: nn.Module) -> None:
@@ -84,6 +100,11 @@ def find_attentions(model: PreTrainedModel) -> dict[int, tuple[nn.Module, nn.Mod
             (beside if family.beside else alone).append(mixer)
         if not mixers and any(type(child).__name__ in rowwise for child in layer.children()):
             continue
+        if any(mixer is other for mixer in mixers for _, other in found.values()):
+            raise UnsupportedModelError(
+                f"layer {number} of {type(model).__name__} shares its {type(mixers[0]).__name__} with an earlier one; "
+                "each layer needs a module of its own there (their weights may be tied)"
+            )
         if len(alone) != 1 or len(beside) > 1 or alone[0].layer_idx in found:
             raise UnsupportedModelError(
                 f"layer {number} of {type(model).__name__} has {len(mixers)} attention modules of its own; "

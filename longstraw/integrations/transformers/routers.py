@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,21 @@ def no_aux_loss(model: PreTrainedModel, config: Any, routers: Sequence[nn.Module
     if not getattr(config, SWITCH, False):
         return f"config.{SWITCH} is False; set it to True before the transaction, as for transformers' own aux_loss"
     return None
+
+
+def refuse_shared_routers(layers: Iterable[nn.Module], routers: Sequence[nn.Module]) -> None:
+    """Raises UnsupportedModelError if one router serves several layers: its second run in a pass would be taken for a
+    recomputation of the first, and not be counted."""
+    known, seen = set(routers), set[nn.Module]()
+    for number, layer in enumerate(layers):
+        own = known.intersection(layer.modules())
+        if shared := own & seen:
+            raise UnsupportedModelError(
+                f"layer {number} shares its {type(shared.pop()).__name__} with an earlier layer, and their auxiliary "
+                "loss cannot be told apart: give each layer a router of its own (weights may be tied), or set "
+                f"config.{SWITCH} = False"
+            )
+        seen |= own
 
 
 @contextmanager
