@@ -186,7 +186,7 @@ class Engine:
     def _new_ledger(self) -> GradientLedger:
         return GradientLedger(
             wide=self.config.gradient.accumulate == "float32",
-            emptied=self.sharding.takes_gradients,
+            hooked=self.sharding.takes_gradients,
         )
 
     def deliver(self, sums: dict[nn.Parameter, Tensor]) -> None:

@@ -67,16 +67,17 @@ def add_to_gradients(sums: Mapping[nn.Parameter, Tensor]) -> None:
 class GradientLedger:
     """Sets `.grad` aside while backward passes run, and can put it back untouched.
 
-    Between `begin` and `take` or `rollback`, autograd finds every `.grad` empty. Parameters narrower than float32
-    are summed in float32 when `wide`, so that dozens of passes lose no bits; the others accumulate in `.grad`.
+    Between `begin` and `take` or `rollback`, autograd finds every `.grad` empty, and so does a framework that would
+    take away what it finds there: a hook moves each gradient to a sum as soon as it has come. Dozens of passes lose no
+    bits when sums are `wide`.
 
     Args:
         wide: sum in float32 at least.
-        emptied: keep every `.grad` empty even during a pass, where a framework would take away what it finds there.
+        hooked: whether a framework has hooks of its own on the parameters; any hook is the user's else.
     """
 
-    def __init__(self, *, wide: bool, emptied: bool = False) -> None:
-        self._wide, self._emptied = wide, emptied
+    def __init__(self, *, wide: bool, hooked: bool = False) -> None:
+        self._wide, self._hooked = wide, hooked
         self._entry: dict[nn.Parameter, Tensor | None] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._hooks: list[_Handle] = []
@@ -101,7 +102,7 @@ class GradientLedger:
                 "lane.backward: another transaction is collecting gradients of the same parameters; leave that one "
                 "first (captures and scores of several transactions may overlap, their backward passes may not)"
             )
-        if not self._emptied and any(parameter._post_accumulate_grad_hooks for parameter in parameters):
+        if not self._hooked and any(parameter._post_accumulate_grad_hooks for parameter in parameters):
             raise TransactionStateError(
                 "lane.backward: a parameter has a post-accumulate-grad hook, such as an optimizer fused into the "
                 "backward; it would be handed the gradient of one pass, which is a part of the step's. Remove it, and "
@@ -127,8 +128,7 @@ class GradientLedger:
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
-        """Within it gradients are dropped as they come; only for a ledger that keeps every `.grad` empty."""
-        assert self._emptied, "gradients that accumulate in place cannot be dropped"
+        """Within it gradients are dropped as they come."""
         self._discarding = True
         try:
             yield
@@ -148,7 +148,7 @@ class GradientLedger:
             if parameter.grad is None:
                 continue
             if parameter in sums:
-                # A framework may fill a gradient that it misses with zeros.
+                # A framework may write a gradient itself, without a hook's knowing: zeros, where it misses one.
                 sums[parameter].add_(parameter.grad)
             else:
                 sums[parameter] = parameter.grad

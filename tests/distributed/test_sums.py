@@ -39,7 +39,7 @@ def ones(rank: int, world: int, reduce: str, wide: bool) -> float:
     layer = nn.Linear(4, 4, bias=False)
     fully_shard(layer, mesh=init_device_mesh("cpu", (world,)), mp_policy=NARROW)
     sharding = Fsdp2Sharding(layer, reduce=reduce, wide=wide)
-    ledger = GradientLedger(wide=wide, emptied=sharding.takes_gradients)
+    ledger = GradientLedger(wide=wide, hooked=sharding.takes_gradients)
     ledger.begin(sharding.leaves())
     for _ in range(257):
         layer(torch.ones(1, 4)).sum().backward()

@@ -97,6 +97,18 @@ def test_discard_forgets_the_sums_and_stays_open() -> None:
         assert ledger.take()[parameter].item() == 3.0
 
 
+def test_what_a_framework_writes_without_a_hook_counts() -> None:
+    summed, alone = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    ledger = GradientLedger(wide=True)
+    ledger.begin([summed, alone])
+    summed.sum().backward()
+    for parameter in (summed, alone):
+        parameter.grad = torch.full((1,), 2.0)
+    sums = ledger.take()
+    assert (sums[summed].item(), sums[alone].item()) == (3.0, 2.0)
+    assert summed.grad is alone.grad is None
+
+
 def test_a_parameter_without_a_gradient_in_a_pass_adds_nothing() -> None:
     class Nothing(torch.autograd.Function):
         @staticmethod
