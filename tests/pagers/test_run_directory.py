@@ -117,6 +117,16 @@ def test_links_and_others_directories_are_left_alone(tmp_path: Path) -> None:
     assert wide.is_dir()
 
 
+def test_another_users_directory_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = tmp_path / f".longstraw-1-{'0' * 16}"
+    theirs.mkdir(mode=0o700)
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    assert leftovers(tmp_path) == reclaim(tmp_path) == []
+    monkeypatch.undo()
+    assert [left.path for left in reclaim(tmp_path)] == [theirs]
+
+
 def test_a_link_where_the_directory_should_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()

@@ -230,6 +230,9 @@ def test_out_of_memory_in_capture_is_retried_in_shorter_chunks(kind: str, call: 
         assert txn.report.chunks > 3
         replay_group(txn, GROUP)
     bench.assert_right(GROUP)
+    # What memory has taught is kept: the next prompt begins with the shorter chunks.
+    with bench.runtime.transaction(GROUP.prompt) as after:
+        assert (after.report.retries, after.report.chunk_tokens) == (0, txn.report.chunk_tokens)
 
 
 @pytest.mark.parametrize("kind", sorted(MODELS))

@@ -96,6 +96,21 @@ def test_changed_weights_later_in_the_transaction(change: str, call: str) -> Non
     assert_idle(runtime)
 
 
+@pytest.mark.parametrize("change", ["optimizer step", "copy_"])
+def test_changed_weights_behind_the_sweep(change: str) -> None:
+    """`.grad` is as it was on entry until the exit: a step before it was one without this gradient."""
+    model = build("llama")
+    runtime = Runtime(model, SMALL)
+    with pytest.raises(StaleWeightsError, match="leaving the transaction"):
+        with runtime.transaction(GROUP.prompt) as txn:
+            replay_group(txn, GROUP)
+            txn.sweep()
+            CHANGES[change][0](model)
+            model.zero_grad()
+    assert_idle(runtime)
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_an_optimizer_of_another_model_is_nobodys_business() -> None:
     model, other = build("llama"), build("llama", seed=3)
     with Runtime(model, SMALL).transaction(GROUP.prompt) as txn:
