@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,6 +70,8 @@ class HostArena:
                 # Fewer, larger pages to fault in and to register.
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             self._locker = make_locker(device)
+            # Memory of a runtime that is dropped without `close` would stay locked, though nobody has it any more.
+            weakref.finalize(self, _unlock, self._locker, self._registered, os.getpid()).atexit = False
             self._lock_all(self._locker, min(workers, os.cpu_count() or 1))
 
     @property
@@ -105,7 +108,12 @@ class HostArena:
 
     def close(self) -> None:
         """Unregister. No copy may be on its way. The memory goes when its last tensor does. Idempotent."""
-        while self._registered:
-            assert self._locker is not None
-            status = self._locker.unregister(self._registered.pop())
-            assert status == 0, f"cudaHostUnregister: error {status}"
+        if self._locker is not None:
+            _unlock(self._locker, self._registered, os.getpid())
+
+
+def _unlock(locker: Locker, registered: list[int], pid: int) -> None:
+    # A forked child has the addresses and not the registrations.
+    while registered and os.getpid() == pid:
+        status = locker.unregister(registered.pop())
+        assert status == 0, f"cudaHostUnregister: error {status}"

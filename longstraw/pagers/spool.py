@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class SpoolFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        self._left_behind: RunDirectory | None = None
+        self._left_behind: list[RunDirectory] = []
         if not path.is_dir():
             raise ConfigError(f"tiers[i].path: {path} is not a directory; create it, or name one that exists")
         try:
@@ -53,6 +54,10 @@ class SpoolFile:
             ) from cause
         self._fd = self._buffered if direct is None else direct
         self.direct = direct is not None
+        self._descriptors = list({self._buffered, self._fd})
+        # The file of a runtime that is dropped without `close` has no name any more, and would hold its disk blocks
+        # until the process ends.
+        weakref.finalize(self, _close, self._descriptors, self._left_behind, os.getpid()).atexit = False
         try:
             self._probe()
         except BaseException:
@@ -79,7 +84,7 @@ class SpoolFile:
             directory.remove(_FILE)
         except OSError as refusal:
             # The directory stays, and its lease with it.
-            self._left_behind = directory
+            self._left_behind.append(directory)
             warnings.warn(
                 f"{directory.path} stays until the tier is closed, or, after a crash, until the next run there or "
                 f"`longstraw clean {self.path}`: {refusal}",
@@ -102,6 +107,7 @@ class SpoolFile:
             except OSError as refusal:
                 if refusal.errno != errno.EINVAL:
                     raise
+                self._descriptors.remove(self._fd)
                 os.close(self._fd)
                 self._fd, self.direct = self._buffered, False
 
@@ -172,16 +178,19 @@ class SpoolFile:
 
     def close(self) -> None:
         """Close, and remove what could not be unlinked at once. Idempotent."""
-        if self._buffered < 0:
-            return
-        if self._fd != self._buffered:
-            os.close(self._fd)
-        os.close(self._buffered)
         self._fd = self._buffered = -1
-        if self._left_behind is not None:
-            try:
-                # Someone may have removed the name under us: only what is there can go.
-                self._left_behind.remove(*os.listdir(self._left_behind.fd))
-            finally:
-                self._left_behind.close()
-                self._left_behind = None
+        _close(self._descriptors, self._left_behind, os.getpid())
+
+
+def _close(descriptors: list[int], left_behind: list[RunDirectory], pid: int) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+    while left_behind:
+        directory = left_behind.pop()
+        try:
+            # Someone may have removed the name under us: only what is there can go. What a forked child drops is its
+            # parent's still.
+            if os.getpid() == pid:
+                directory.remove(*os.listdir(directory.fd))
+        finally:
+            directory.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from itertools import pairwise
@@ -66,6 +67,19 @@ def test_slices_side_by_side_cover_exactly(locker: FakeLocker) -> None:
     assert locker.most_at_once > 1
     assert made.registered_with == "fake"
     made.close()
+    assert locker.held == {}
+
+
+def test_an_arena_that_is_dropped_is_unlocked(locker: FakeLocker) -> None:
+    made = HostArena(3 << 20, CUDA)
+    assert len(locker.held) == 3
+    child = os.fork()
+    if child == 0:
+        # What the parent registered is not the child's to unregister.
+        del made
+        os._exit(len(locker.held))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    del made
     assert locker.held == {}
 
 

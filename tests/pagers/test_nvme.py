@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import stat
@@ -60,6 +61,34 @@ def test_a_file_that_cannot_be_unlinked_goes_on_close(tmp_path: Path, monkeypatc
             file = SpoolFile(tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
     file.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tier_that_is_dropped_gives_its_file_back(tmp_path: Path) -> None:
+    pager = NvmePager(tmp_path, 1 << 20, CPU)
+    extent = pager.allocate(8192)
+    pager.write(extent, 0, noise(8192)).wait()
+    held = [Path("/proc/self/fd") / str(fd) for fd in pager._file._descriptors]
+    assert held
+    assert all(str(fd.readlink()).startswith(str(tmp_path)) for fd in held)
+    del pager
+    gc.collect()
+    assert not any(str(fd.readlink()).startswith(str(tmp_path)) for fd in held if fd.exists() or fd.is_symlink())
+
+
+def test_a_file_that_cannot_be_unlinked_goes_when_it_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str, *, dir_fd: int) -> None:
+        raise OSError(errno.EBUSY, "busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        with pytest.warns(RuntimeWarning, match="stays until the tier is closed"):
+            file = SpoolFile(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    del file
+    gc.collect()
     assert list(tmp_path.iterdir()) == []
 
 
