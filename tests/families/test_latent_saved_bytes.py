@@ -29,7 +29,7 @@ def measure(kind: str, prompt_tokens: int, checkpoint: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm_moe_dsa"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
 def test_saved_bytes_do_not_grow_with_the_prompt(kind: str, checkpoint: bool) -> None:
     figures = [measure(kind, tokens, checkpoint) for tokens in (257, 1_025, 2_049)]
     for phase in zip(*figures, strict=True):

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longstraw import Runtime, state_bytes
 from longstraw.errors import UnsupportedModelError
 from longstraw.integrations.transformers import adapter as adapter_module
 from longstraw.integrations.transformers.head import BehindHead
 from longstraw.resident.state import StateKind
+from tests.families.test_routing import Routes
 from tests.families.windowed_models import KINDS, WINDOW, multimodal_gemma3, windowed_model
 from tests.parity.models import (
     add_lora,
@@ -135,7 +136,7 @@ def test_a_window_over_the_whole_context_is_plain_attention() -> None:
 
 
 @CHECKPOINT
-@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gpt_oss", "mistral", "mixtral", "qwen3_moe"])
 def test_saved_bytes_do_not_grow_with_the_prompt(kind: str, checkpoint: bool) -> None:
     figures = []
     for prompt_tokens in (65, 513):
@@ -247,57 +248,6 @@ def test_a_soft_cap_that_is_left_out_is_missed(monkeypatch: pytest.MonkeyPatch) 
 # Experts
 
 
-class Routes:
-    """Within it, the experts of every token that a router sees, call by call."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.calls: list[tuple[str, Tensor]] = []
-        self._routers = [(n, m) for n, m in model.named_modules() if type(m).__name__.endswith("TopKRouter")]
-        assert len(self._routers) == 3
-
-    def __enter__(self) -> Routes:
-        self._hooks = [
-            router.register_forward_hook(
-                lambda module, args, output, name=name: self.calls.append((name, output[2].clone()))
-            )
-            for name, router in self._routers
-        ]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def by_router(self) -> dict[str, list[Tensor]]:
-        return {name: [chosen for at, chosen in self.calls if at == name] for name, _ in self._routers}
-
-
-@CHECKPOINT
-@EXPERTS
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
-def test_the_sweep_routes_as_the_capture_did(kind: str, dtype: torch.dtype, checkpoint: bool) -> None:
-    model = windowed_model(kind).to(dtype)
-    runtime = Runtime(model, settings(replay={"checkpoint": checkpoint}))
-    runtime._engine.adapter.profile()
-    with Routes(model) as capture, runtime.transaction(GROUP.prompt) as txn:
-        captured = capture.by_router()
-        capture.calls.clear()
-        replay_group(txn, GROUP)
-        replayed = capture.by_router()
-        capture.calls.clear()
-        txn.sweep()
-        swept = capture.by_router()
-    for name, chunks in captured.items():
-        assert sum(len(chunk) for chunk in chunks) == len(GROUP.prompt) - 1, "something else than tokens was routed"
-        again = swept[name][::2] if checkpoint else swept[name]
-        assert all(torch.equal(a, b) for a, b in zip(again, chunks[::-1], strict=True)), name
-        if checkpoint:
-            assert all(torch.equal(a, b) for a, b in zip(swept[name][1::2], chunks[::-1], strict=True)), name
-    tokens = sum(len(response) for response in GROUP.responses)
-    for calls in replayed.values():
-        assert sum(map(len, calls)) == tokens * (2 if checkpoint else 1), "padding was routed"
-
-
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_shorter_chunks_after_running_out_of_memory_are_captured_and_routed_anew(kind: str) -> None:
     model = windowed_model(kind)
@@ -309,7 +259,7 @@ def test_shorter_chunks_after_running_out_of_memory_are_captured_and_routed_anew
             txn.sweep()
         assert txn.report.retries == 1
     chunk = [12, 12, 12, 12, 12]
-    for calls in routes.by_router().values():
+    for calls in routes.take().values():
         # Behind the failed sweep: the new capture, the lanes again, and the sweep of the new chunks.
         swept = calls[-len(chunk) :]
         at = next(i for i in range(len(calls)) if [len(c) for c in calls[i : i + len(chunk)]] == chunk)
