@@ -61,7 +61,7 @@ class Ranks:
     def exchange(self, *message: int) -> list[tuple[int, ...]]:
         """Every rank's message, by rank. All ranks call it, each with at most four whole numbers."""
         assert len(message) <= _WIDTH
-        mine = torch.tensor([*message, *[0] * (_WIDTH - len(message))], dtype=torch.int64)
+        mine = torch.tensor([*message, *[0] * (_WIDTH - len(message))], dtype=torch.int64, device="cpu")
         told = [torch.empty_like(mine) for _ in self.members]
         dist.all_gather(told, mine, group=self._open_line.group)
         return [tuple(int(number) for number in one) for one in told]
@@ -76,13 +76,13 @@ class Ranks:
         """For each flag, whether it is set on some rank. All ranks call it, with equally many."""
         if not flags:
             return []
-        marks = torch.tensor(flags, dtype=torch.uint8)
+        marks = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._open_line.group)
         return [bool(mark) for mark in marks]
 
     def total(self, numbers: Sequence[int]) -> list[int]:
         """The sums over all ranks. All ranks call it, with equally many numbers."""
-        sums = torch.tensor(numbers, dtype=torch.int64)
+        sums = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         dist.all_reduce(sums, group=self._open_line.group)
         return [int(number) for number in sums]
 

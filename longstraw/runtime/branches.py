@@ -78,7 +78,7 @@ class PackedBranches:
         inputs, positions, targets = [], [], []
         for response, rows in zip(responses, self.lengths, strict=True):
             inputs.append(torch.cat([last_prompt_token.view(1), response])[:rows])
-            positions.append(torch.arange(prompt_tokens - 1, prompt_tokens - 1 + rows))
+            positions.append(torch.arange(prompt_tokens - 1, prompt_tokens - 1 + rows, device="cpu"))
             # Any token will do for the row that predicts nothing.
             targets.append(torch.cat([response, response[:1]])[:rows])
         self.input_ids_S = upload(torch.cat(inputs), device)

@@ -48,7 +48,9 @@ class RouterTally:
         if self._counting and router not in self._seen:
             if self._branch_S is None:
                 # Handed to the device once a pass, not once a router.
-                numbers = torch.arange(len(self._lengths)).repeat_interleave(torch.tensor(self._lengths))
+                cpu = torch.device("cpu")
+                tokens = torch.tensor(self._lengths, device=cpu)
+                numbers = torch.arange(len(self._lengths), device=cpu).repeat_interleave(tokens)
                 self._branch_S = upload(numbers, logits_SN.device)
             use = expert_use(logits_SN.detach(), self._branch_S, len(self._lengths), top_k)
             if self.counts_BN is None or self.probability_N is None:

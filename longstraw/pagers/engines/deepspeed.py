@@ -1,13 +1,13 @@
-"""DeepSpeed's async_io handles (libaio), one a thread, with every result that they do not check checked."""
+"""DeepSpeed's async_io handles (libaio), lent to one call at a time, with every result that they do not check checked."""
 
 from __future__ import annotations
 
 import errno
 import importlib.util
 import os
-import threading
 import weakref
 from pathlib import Path
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
 
@@ -15,49 +15,76 @@ import torch
 
 from longstraw.errors import ConfigError
 from longstraw.pagers.engines.protocol import Buffer, EngineSettings
+from longstraw.pagers.engines.trial import try_apart
+from longstraw.pagers.limits import check_lockable
 from longstraw.pagers.spool import SECTOR, SpoolFile
 
 
 class _LockedBuffer:
-    """Memory of DeepSpeed's own page-locked kind: from any other it would copy once more."""
+    """Memory of DeepSpeed's own page-locked kind: from any other it would copy once more.
 
-    def __init__(self, handle: Any, nbytes: int) -> None:
+    `close` frees it under whatever tensors still look at it; `memory` has none of it then.
+    """
+
+    def __init__(self, handle: Any, nbytes: int, opened: set[_LockedBuffer]) -> None:
+        # DeepSpeed ends the process if it cannot lock, or goes on with a null pointer where it was built without asserts.
+        check_lockable(nbytes, "tiers[i].engine: deepspeed's buffers")
         self._handle = handle
-        self._whole = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+        self._whole = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8, device="cpu"))
+        self._opened = opened
         self.memory = self._whole
         self.bytes = memoryview(self.memory.numpy())
+        opened.add(self)
 
     def close(self) -> None:
+        if self not in self._opened:
+            return
+        self._opened.remove(self)
         self.bytes.release()
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._handle.free_cpu_locked_tensor(self._whole)
+        # The handle is the engine's to end; a buffer that is kept must not keep it.
+        del self._handle, self._whole
 
 
 class DeepSpeedEngine:
-    """One handle for each thread; a handle keeps `queue_depth` requests of an operation in flight.
+    """As many handles as threads; a handle keeps `queue_depth` requests of an operation in flight.
 
     DeepSpeed waits for completions and does not look at what they say: a failed or short request passes for done. So
     the file's size is compared before a read, the number of completed operations after each, and the tier must have
-    checksums, which tell a write that never arrived when it comes back. The handles open the file anew by its
-    descriptor's path, with O_DIRECT.
+    checksums, which tell a write that never arrived when it comes back. What it does look at, it asserts: a kernel that
+    lacks a call or grants no queue ends the process. So the same work is done in a process of its own first. The
+    handles open the file anew by its descriptor's path, with O_DIRECT.
 
-    Raises ConfigError, with the reason, if the op cannot be built or loaded or the file takes no direct I/O.
+    Handles are made here and end in `close`, on its thread, or at exit before the interpreter is torn down: a process
+    whose handle lived longer was seen not to end, and one that a thread owned would end inside that thread's own
+    teardown, where its wait lets go of Python's lock.
+
+    Raises ConfigError, with the reason, if the op cannot be built or loaded, does not work here, or the file takes no
+    direct I/O.
     """
 
     name = "deepspeed"
 
-    def __init__(self, file: SpoolFile, settings: EngineSettings) -> None:
+    def __init__(
+        self, file: SpoolFile, settings: EngineSettings, device: torch.device, *, in_trial: bool = False
+    ) -> None:
         if not file.direct:
             raise ConfigError(
                 f"tiers[i].engine: deepspeed needs direct I/O, which {file.path} refuses; set it to posix"
             )
         self._file = file
         self._settings = settings
-        self._op = load_op()
-        self._mine = threading.local()
-        # The handle that page-locks buffers. It goes with `close`, or at exit before the interpreter is torn down: a
-        # process whose handle lived longer was seen not to end.
-        self._pins: list[Any] = [self._make_handle()]
-        weakref.finalize(self, self._pins.clear)
+        op = load_op()
+        if not in_trial:
+            try_apart(file.path, settings, device)
+        # The first page-locks buffers and tries the file; the others are lent to operations.
+        self._handles: list[Any] = [self._make_handle(op) for _ in range(settings.threads + 1)]
+        self._idle: SimpleQueue[int] = SimpleQueue()
+        for place in range(1, settings.threads + 1):
+            self._idle.put(place)
+        self._opened: set[_LockedBuffer] = set()
+        weakref.finalize(self, self._handles.clear)
         self._try_out()
 
     def _try_out(self) -> None:
@@ -68,39 +95,40 @@ class DeepSpeedEngine:
         """
         buffer = self.make_buffer(SECTOR)
         buffer.memory.fill_(0xA5)
-        handle = self._pins[0]
+        handle = self._handles[0]
         done = handle.sync_pwrite(buffer.memory, self._file.reopen_path, 0)
         buffer.memory.zero_()
         done += handle.sync_pread(buffer.memory, self._file.reopen_path, 0)
         right = done == 2 and bool(buffer.memory.eq(0xA5).all())
         buffer.close()
         if not right:
+            self.close()
             raise ConfigError(
                 f"tiers[i].engine: DeepSpeed's async_io does not write and read a sector in {self._file.path}; set "
                 "engine to posix"
             )
 
-    def _make_handle(self) -> Any:
-        return self._op.aio_handle(self._settings.request_bytes, self._settings.requests, False, True, 1)
-
-    def _handle(self) -> Any:
-        if not hasattr(self._mine, "handle"):
-            self._mine.handle = self._make_handle()
-        return self._mine.handle
+    def _make_handle(self, op: ModuleType) -> Any:
+        return op.aio_handle(self._settings.request_bytes, self._settings.requests, False, True, 1)
 
     def make_buffer(self, nbytes: int) -> Buffer:
-        return _LockedBuffer(self._pins[0], nbytes)
+        return _LockedBuffer(self._handles[0], nbytes, self._opened)
 
     def read(self, buffer: Buffer, start: int, stop: int, offset: int) -> None:
         size = self._file.measure()
         if size < offset + stop - start:
             raise OSError(errno.EIO, f"the file ended at byte {size}, before byte {offset + stop - start}")
-        self._completed("read", self._handle().sync_pread(buffer.memory[start:stop], self._file.reopen_path, offset))
+        self._run("read", "sync_pread", buffer.memory[start:stop], offset)
 
     def write(self, buffer: Buffer, start: int, stop: int, offset: int) -> None:
-        self._completed("write", self._handle().sync_pwrite(buffer.memory[start:stop], self._file.reopen_path, offset))
+        self._run("write", "sync_pwrite", buffer.memory[start:stop], offset)
 
-    def _completed(self, what: str, count: int) -> None:
+    def _run(self, what: str, call: str, part: torch.Tensor, offset: int) -> None:
+        place = self._idle.get()
+        try:
+            count = getattr(self._handles[place], call)(part, self._file.reopen_path, offset)
+        finally:
+            self._idle.put(place)
         if count != 1:
             raise OSError(errno.EIO, f"DeepSpeed's async_io completed {count} of 1 {what}s")
 
@@ -109,8 +137,9 @@ class DeepSpeedEngine:
         return f"DeepSpeed async_io, {settings.requests} requests of {settings.request_bytes >> 10} KiB an operation"
 
     def close(self) -> None:
-        self._mine = threading.local()
-        self._pins.clear()
+        for buffer in list(self._opened):
+            buffer.close()
+        self._handles.clear()
 
 
 def load_op() -> ModuleType:
@@ -127,8 +156,8 @@ def load_op() -> ModuleType:
         )
     try:
         op: ModuleType = builder.load(verbose=False)
-    except (RuntimeError, OSError, ImportError) as cause:
-        last = str(cause).strip().splitlines()[-1]
+    except Exception as cause:  # its builder raises whatever it meets: TypeError where CUDA's folder is not known
+        last = (str(cause).strip() or type(cause).__name__).splitlines()[-1]
         raise ConfigError(
             f"tiers[i].engine: DeepSpeed's async_io was not built or loaded ({last}); set engine to posix"
         ) from cause
