@@ -130,6 +130,11 @@ class Runtime:
             engine.lockstep.close()
         self._references.clear()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a Runtime cannot be copied or pickled: it owns tiers, files and hooks; make another around the other model"
+        )
+
     def __enter__(self) -> Self:
         return self
 

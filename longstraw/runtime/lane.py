@@ -114,8 +114,8 @@ class Lane:
         """Run the user's part of the graph: the gradient [S, 2] of `loss` at the log-probs and entropies."""
         if not loss.requires_grad:
             raise TransactionStateError(
-                "lane.backward: the loss has no graph; compute it from lane.logprobs without detaching, "
-                "or call lane.skip() to leave the lane out"
+                "lane.backward: the loss has no graph; compute it from lane.logprobs without detaching, and loop over "
+                "replay outside torch.no_grad(), or call lane.skip() to leave the lane out"
             )
         if self._backward_by_hand:
             raise TransactionStateError(_BACKWARD_BY_HAND)

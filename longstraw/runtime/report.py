@@ -102,6 +102,14 @@ class Report:
         self._tracer: Tracer | None = None
         self._lap: Callable[[], int] = lambda: 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Figures travel to other processes; what still watches this one does not.
+        return self.to_dict()
+
+    def __setstate__(self, figures: dict[str, Any]) -> None:
+        self.__dict__.update(figures)
+        self.__post_init__()
+
     def watch(self, tracer: Tracer | None, lap: Callable[[], int]) -> None:
         """Tell `tracer` of phases, and take each pass's peak of device memory from `lap`."""
         self._tracer, self._lap = tracer, lap

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from longstraw import Report
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+
+from longstraw import Report, Runtime
+from tests.parity.models import SMALL, build, make_group, replay_group
 
 
 def test_a_printed_report_names_phases_tiers_and_what_went_wrong() -> None:
@@ -22,6 +29,20 @@ def test_a_printed_report_names_phases_tiers_and_what_went_wrong() -> None:
     ):
         assert part in text
     assert "peak device memory" not in text
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_report_travels_to_other_processes(tmp_path: Path, traced: bool) -> None:
+    group = make_group(30, (4, 1))
+    runtime = Runtime(build(), SMALL, trace=str(tmp_path / "trace.json") if traced else None)
+    with runtime.transaction(group.prompt) as txn:
+        begun = pickle.loads(pickle.dumps(txn.report))
+        replay_group(txn, group)
+    assert begun.prompt_tokens == 30
+    for found in (pickle.loads(pickle.dumps(txn.report)), copy.deepcopy(txn.report)):
+        assert found.to_dict() == txn.report.to_dict()
+        assert found == txn.report
+        assert str(found) == str(txn.report)
 
 
 def test_an_untroubled_report_is_three_lines() -> None:

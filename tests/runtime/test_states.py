@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +179,18 @@ def test_losses_without_a_way_to_the_lane() -> None:
             for lane in txn.replay(GROUP.responses):
                 lane.backward(loss)
     assert_idle(runtime)
+
+
+def test_a_loop_under_no_grad() -> None:
+    with torch.no_grad(), pytest.raises(TransactionStateError, match=r"outside torch\.no_grad\(\)"):
+        with Runtime(build(), SMALL).transaction(GROUP.prompt) as txn:
+            replay_group(txn, GROUP)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_runtime_is_not_copied(copied: Any) -> None:
+    with pytest.raises(TypeError, match="a Runtime cannot be copied or pickled"):
+        copied(Runtime(build(), SMALL))
 
 
 def test_accumulate_is_not_nested() -> None:
