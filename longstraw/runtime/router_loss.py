@@ -142,7 +142,7 @@ class GroupLoss:
         """
         if self._scaled_by is None:
             self.scale, self._scaled_by = scale, indices
-        elif not math.isclose(scale, self.scale, rel_tol=_SAME):
+        elif not (math.isclose(scale, self.scale, rel_tol=_SAME) or (math.isnan(scale) and math.isnan(self.scale))):
             raise TransactionStateError(
                 f"lane.backward: the loss gives lane.aux_loss the weight {scale:g} in the lane of branches "
                 f"{list(indices)}, and gave it {self.scale:g} in that of branches {list(self._scaled_by)}; lanes' "

@@ -350,8 +350,8 @@ class Transaction:
         self.report.stale_steps = max(self.report.stale_steps, steps)
         if not self._engine.adapter.is_profiled() or self._engine.adapter.profile() is not self._profile:
             raise StaleWeightsError(
-                f"{call}: what is trained, the model's mode (train or eval), autocast, or its dtype or device changed "
-                "since the prompt was captured; capture again after that"
+                f"{call}: what is trained, the model's mode (train or eval), autocast, its dtype or device, or "
+                "config.output_router_logits changed since the prompt was captured; capture again after that"
             )
 
     def _settle_lane(self) -> None:

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from longstraw import Report, Runtime
-from longstraw.errors import TransactionStateError, UnsupportedModelError
+from longstraw.errors import StaleWeightsError, TransactionStateError, UnsupportedModelError
 from longstraw.integrations.transformers.families import FAMILIES
 from longstraw.runtime.branches import PackedBranches
 from longstraw.runtime.passes import ForwardPass
@@ -212,6 +212,16 @@ def test_the_masked_loss_of_a_padded_batch_is_the_same() -> None:
 # What is trained
 
 
+@pytest.mark.parametrize("changed", ["output_router_logits", "training"])
+def test_what_changes_after_the_capture_is_named(changed: str) -> None:
+    model = asked_for(windowed_model("qwen3_moe"))
+    with pytest.raises(StaleWeightsError, match=r"train or eval.*output_router_logits changed since"):  # noqa: PT012, SIM117
+        with Runtime(model, settings()).transaction(GROUP.prompt) as txn:
+            holder = model.config if changed == "output_router_logits" else model
+            setattr(holder, changed, False)
+            replay_group(txn, GROUP)
+
+
 @CHECKPOINT
 def test_lora_on_attention(checkpoint: bool) -> None:
     model = add_lora(windowed_model("qwen3_moe"), target_modules=["q_proj", "v_proj"])
@@ -355,6 +365,11 @@ def test_lanes_with_different_coefficients() -> None:
 
     with pytest.raises(TransactionStateError, match=r"weight 0 in the lane of .* gave it 0\.5 in that of branches"):
         replay_with(loss)
+
+
+def test_a_loss_that_is_not_a_number_is_the_users_to_see() -> None:
+    """A loss scale that overflows, say: the step goes on, as an ordinary one would, and whoever scales skips it."""
+    replay_with(lambda number, lane: lane_loss(GROUP, lane) + float("nan") * lane.aux_loss)
 
 
 def test_another_lanes_share() -> None:
