@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from longstraw.collectives import CollectiveMeter, Ranks
 from longstraw.errors import ConfigError, TransactionStateError, UnsupportedModelError
-from longstraw.integrations.plain import LossScale, PlainSharding
+from longstraw.integrations.plain import LossScale, PlainSharding, saved_buffers
 from longstraw.integrations.zero_traffic import ZeroTraffic
 from longstraw.runtime.ledger import sum_dtype
 from longstraw.runtime.sharding import WeightPrint
@@ -86,7 +86,8 @@ class DeepSpeedSharding(PlainSharding):
 
     def weights(self) -> tuple[WeightPrint, ...]:
         # ZeRO writes new weights behind autograd's back; its own count of steps tells of them.
-        return tuple((name, 0, self.steps, p.dtype) for name, p in self.parameters())
+        prints = [(name, 0, self.steps, p.dtype) for name, p in self.parameters()]
+        return tuple(prints + [(name, b.data_ptr(), b._version, b.dtype) for name, b in saved_buffers(self.inner)])
 
     def device(self) -> torch.device | None:
         return torch.device(self._engine.device)

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Partial
 
 from longstraw.collectives import CollectiveMeter, Ranks
 from longstraw.errors import UnsupportedModelError
+from longstraw.integrations.fsdp2_passes import PassParameters
 from longstraw.integrations.fsdp2_traffic import Unit, UnitTraffic, link_bytes
-from longstraw.integrations.plain import LossScale, PlainSharding
+from longstraw.integrations.plain import LossScale, PlainSharding, saved_buffers
 from longstraw.runtime.ledger import add_to_gradients, sum_dtype
 from longstraw.runtime.sharding import WeightPrint
 
@@ -57,6 +58,7 @@ class Fsdp2Sharding(PlainSharding):
         self.ranks = Ranks(_members(self._sharded))
         self._gathered = self._find_gathered()
         self._traffic = self._watch_units()
+        self._passes = self._watch_passes()
 
     def _reshard(self) -> None:
         for unit in self._units:
@@ -104,6 +106,9 @@ class Fsdp2Sharding(PlainSharding):
             reduces=self.reduce == "each_pass",
         )
 
+    def _watch_passes(self) -> PassParameters | None:
+        return PassParameters(self._parts, self._gathered) if self.reduce == "each_pass" else None
+
     def device(self) -> torch.device | None:
         mesh = next(p.device_mesh for p in self._sharded.values() if isinstance(p, DTensor))
         if mesh.device_type == "cpu":
@@ -128,6 +133,8 @@ class Fsdp2Sharding(PlainSharding):
         for name, parameter in self._sharded.items():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             prints.append((name, local.data_ptr(), local._version, parameter.dtype))
+        # FSDP2 leaves buffers alone.
+        prints += [(name, b.data_ptr(), b._version, b.dtype) for name, b in saved_buffers(self._model)]
         return tuple(prints)
 
     def layout(self) -> Hashable:
@@ -141,6 +148,14 @@ class Fsdp2Sharding(PlainSharding):
             self._sharded = now
             self._gathered = self._find_gathered()
             self._traffic = self._watch_units()
+            self._passes = self._watch_passes()
+        if self._passes is not None:
+            self._passes.begin_step()
+
+    def backward(self, out: Tensor, gradient: Tensor) -> None:
+        super().backward(out, gradient)
+        if self._passes is not None:
+            self._passes.end_pass()
 
     @torch.no_grad()
     def finalize(self, sums: Mapping[nn.Parameter, Tensor]) -> None:

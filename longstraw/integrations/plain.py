@@ -60,7 +60,7 @@ class PlainSharding:
         return {p.untyped_storage().data_ptr() for _, p in self.parameters()}
 
     def weights(self) -> tuple[WeightPrint, ...]:
-        held = [*self.parameters(), *_saved_buffers(self.inner)]
+        held = [*self.parameters(), *saved_buffers(self.inner)]
         return tuple((name, p.data_ptr(), p._version, p.dtype) for name, p in held)
 
     def layout(self) -> Hashable:
@@ -94,7 +94,7 @@ class PlainSharding:
         return "gradients: one process, nothing is reduced"
 
 
-def _saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Buffers that a checkpoint holds, such as the bias that balances a router's experts: they are weights as well.
     The others are derived, and some modules write them in passing (rotary frequencies)."""
     return [
