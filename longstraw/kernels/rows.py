@@ -1,7 +1,8 @@
-"""Rows of resident state as kernels are handed them: a block, and where its gradient goes."""
+"""Rows as kernels are handed them: a block of resident state and where its gradient goes, and packed branches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -39,3 +40,12 @@ class RowBlock:
 
     rows_TC: Tensor
     gradient: RowGradient | None = None
+
+
+def branch_rows(lengths: Sequence[int]) -> list[slice]:
+    """The rows of each of the branches that follow one another, given how many each has."""
+    slices, start = [], 0
+    for length in lengths:
+        slices.append(slice(start, start + length))
+        start += length
+    return slices

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from longstraw.kernels.rows import branch_rows
+
 
 class BranchByBranch:
     """`forward_packed` and `backward_packed` of `AttentionOps`, from its `forward` and `backward`."""
@@ -53,12 +55,3 @@ class BranchByBranch:
             return parts[0]
         dq, dk, dv = (torch.cat(gradients, dim=2) for gradients in zip(*parts, strict=True))
         return dq, dk, dv
-
-
-def branch_rows(lengths: Sequence[int]) -> list[slice]:
-    """The rows of each branch, given how many each has."""
-    slices, start = [], 0
-    for length in lengths:
-        slices.append(slice(start, start + length))
-        start += length
-    return slices

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,6 +11,7 @@ from torch import Tensor
 from longstraw.errors import UnsupportedModelError
 from longstraw.kernels.attention.branches import BranchByBranch
 from longstraw.kernels.attention.tiled import TiledOps
+from longstraw.kernels.indices import branch_edges
 
 aten = torch.ops.aten
 
@@ -94,7 +93,7 @@ class CudaFlashOps:
     def forward_packed(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, scale: float
     ) -> tuple[Tensor, Tensor]:
-        starts, longest = _starts(tuple(lengths), q.device), max(lengths)
+        starts, longest = branch_edges(tuple(lengths), q.device), max(lengths)
         rows = (x[0] for x in _token_major(q, k, v))
         out, lse, *_ = aten._flash_attention_forward(
             *rows, starts, starts, longest, longest, 0.0, True, False, scale=scale
@@ -113,7 +112,7 @@ class CudaFlashOps:
         *,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        starts, longest = _starts(tuple(lengths), q.device), max(lengths)
+        starts, longest = branch_edges(tuple(lengths), q.device), max(lengths)
         rows = (x[0] for x in _token_major(grad, q, k, v, out))
         dq, dk, dv = aten._flash_attention_backward(
             *rows, lse[0].contiguous(), starts, starts, longest, longest, 0.0, True,
@@ -179,12 +178,6 @@ def _token_major(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _no_seed(like: Tensor) -> Tensor:
     return torch.zeros(2, dtype=torch.uint64, device=like.device)
-
-
-# Made once for all layers of a pass: a copy of host values makes the host wait for the device.
-@functools.lru_cache(maxsize=16)
-def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> AttentionOps:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longstraw.kernels.gated_delta.layout import ChunkLayout
 from longstraw.kernels.gated_delta.naive import EPSILON
+from longstraw.kernels.recomputed import recomputed
 
 CHUNK = 64
 """Most tokens of a chunk: its triangular systems are [CHUNK, CHUNK]."""
@@ -37,7 +37,7 @@ class ChunkedRule:
         lengths: Sequence[int],
         initial_VKD: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return _Rule.apply(q_SHK, k_SHK, v_SVD, g_SV, beta_SV, initial_VKD, tuple(lengths))
+        return recomputed(_chunked, q_SHK, k_SHK, v_SVD, g_SV, beta_SV, initial_VKD, lengths=lengths)
 
     def workspace_bytes(
         self, num_v_heads: int, k_dim: int, v_dim: int, element: int, *, per_channel: bool = False
@@ -46,39 +46,6 @@ class ChunkedRule:
         size = CHANNEL_CHUNK if per_channel else CHUNK
         values = 6 * size * (k_dim if per_channel else 1) + 12 * (k_dim + v_dim) + 4 * k_dim * v_dim // size
         return num_v_heads * max(element, 4) * values
-
-
-class _Rule(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial: Tensor | None,
-        lengths: tuple[int, ...],
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v, g, beta, initial)
-        ctx.lengths = lengths
-        # Autocast would narrow the products, and not in the backward.
-        with torch.autocast(v.device.type, enabled=False):
-            return _chunked(q, k, v, g, beta, initial, lengths=lengths)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        inputs: list[Any] = [
-            None if x is None else x.detach().requires_grad_(needed)
-            for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        ]
-        with torch.enable_grad(), torch.autocast(grad_out.device.type, enabled=False):
-            results = _chunked(*inputs, lengths=ctx.lengths)
-        wanted = [x for x in inputs if x is not None and x.requires_grad]
-        # The final state does not depend on the queries.
-        reached = [(x, grad) for x, grad in zip(results, (grad_out, grad_final), strict=True) if x.requires_grad]
-        found = iter(torch.autograd.grad([x for x, _ in reached], wanted, [grad for _, grad in reached]))
-        return *(next(found) if x is not None and x.requires_grad else None for x in inputs), None
 
 
 def _chunked(

@@ -12,7 +12,7 @@ from torch import Tensor
 from longstraw.kernels.latent.dense import attend_rows, attend_rows_backward
 from longstraw.kernels.latent.merge import RunningOutput
 from longstraw.kernels.latent.sparse import attend_selected, attend_selected_backward
-from longstraw.kernels.rows import RowBlock
+from longstraw.kernels.rows import RowBlock, branch_rows
 
 
 class LatentPages(Protocol):
@@ -100,7 +100,7 @@ class _PagedLatent(torch.autograd.Function):
                         every = slice(0, len(q))
                         _attend(q, block.rows_TC, selection, running, every, prefix, scale, causal=False)
                         prefix += len(block.rows_TC)
-                for rows in _branches(lengths):
+                for rows in branch_rows(lengths):
                     _attend(q, own[rows], selection, running, rows, prefix, scale, causal=True)
             out, lse = running.out_SHV.to(q.dtype), running.lse_SH
             pages.keep_output(out, lse)
@@ -157,7 +157,7 @@ class _Backward:
         self._add(rows, drows, slice(0, len(self._q)), first_token, causal=False)
 
     def own(self, own: Tensor, down: Tensor, lengths: Sequence[int], prefix: int) -> None:
-        for rows in _branches(lengths):
+        for rows in branch_rows(lengths):
             self._add(own[rows], down[rows], rows, prefix, causal=True)
 
     def _add(self, rows: Tensor, drows: Tensor | None, queries: slice, first_token: int, *, causal: bool) -> None:
@@ -189,14 +189,6 @@ def _attend(
     else:
         # A selection holds visible tokens only.
         attend_selected(q, rows, selection, running, queries, first_token=first_token, scale=scale)
-
-
-def _branches(lengths: Sequence[int]) -> list[slice]:
-    slices, start = [], 0
-    for length in lengths:
-        slices.append(slice(start, start + length))
-        start += length
-    return slices
 
 
 class _StateOnly(torch.autograd.Function):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longstraw.kernels.gated_delta.layout import ChunkLayout
+from longstraw.kernels.recomputed import recomputed
 
 CHUNK = 64
 """Most tokens of a chunk: what each of its tokens keeps of an earlier one is [CHUNK, CHUNK] a head."""
@@ -34,7 +34,7 @@ def ssd(
         Outputs [S, num_heads, head_dim] in the dtype of `x_SHP`; final states [B, num_heads, head_dim, state_size] in
         float32, or float64 for float64 inputs.
     """
-    return _Rule.apply(x_SHP, dt_SH, A_H, B_SGN, C_SGN, D_H, initial_HPN, tuple(lengths))
+    return recomputed(_chunked, x_SHP, dt_SH, A_H, B_SGN, C_SGN, D_H, initial_HPN, lengths=lengths)
 
 
 def workspace_bytes(num_heads: int, head_dim: int, num_groups: int, state_size: int, element: int) -> int:
@@ -45,40 +45,6 @@ def workspace_bytes(num_heads: int, head_dim: int, num_groups: int, state_size: 
     of_a_head = 6 * CHUNK + 10 * head_dim + 4 * head_dim * state_size // CHUNK
     of_a_group = 4 * CHUNK + 6 * state_size
     return max(element, 4) * (num_heads * of_a_head + num_groups * of_a_group)
-
-
-class _Rule(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        initial: Tensor | None,
-        lengths: tuple[int, ...],
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, dt, A, B, C, D, initial)
-        ctx.lengths = lengths
-        # Autocast would narrow the products, and not in the backward.
-        with torch.autocast(x.device.type, enabled=False):
-            return _chunked(x, dt, A, B, C, D, initial, lengths=lengths)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        inputs: list[Any] = [
-            None if x is None else x.detach().requires_grad_(needed)
-            for x, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        ]
-        with torch.enable_grad(), torch.autocast(grad_out.device.type, enabled=False):
-            results = _chunked(*inputs, lengths=ctx.lengths)
-        wanted = [x for x in inputs if x is not None and x.requires_grad]
-        # The final state does not depend on C and D.
-        reached = [(x, grad) for x, grad in zip(results, (grad_out, grad_final), strict=True) if x.requires_grad]
-        found = iter(torch.autograd.grad([x for x, _ in reached], wanted, [grad for _, grad in reached]))
-        return *(next(found) if x is not None and x.requires_grad else None for x in inputs), None
 
 
 def _chunked(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longstraw.kernels.attention.merge import merge_dtype, sink_gradient
 from longstraw.kernels.attention.running import PartialMerge
+from longstraw.kernels.rows import branch_rows
 from longstraw.kernels.windowed.ops import WindowOps
 from longstraw.kernels.windowed.slide import Slide
 
@@ -108,7 +109,7 @@ class _WindowedAttention(torch.autograd.Function):
                     window=state.slide.window,
                     scale=scale,
                 )
-                for rows in _branches(lengths)
+                for rows in branch_rows(lengths)
             ]
             merge = PartialMerge()
             merge.add(torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2))
@@ -132,7 +133,7 @@ class _WindowedAttention(torch.autograd.Function):
             torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v, window_k, window_v)
         )
         before = state.slide.before
-        for rows in _branches(ctx.lengths):
+        for rows in branch_rows(ctx.lengths):
             dq[:, :, rows], dk_part, dv_part = ctx.ops.backward(
                 grad[:, :, rows],
                 q[:, :, rows],
@@ -177,11 +178,3 @@ def _pass_on(state: WindowState, dk: Tensor, dv: Tensor, d_window_k: Tensor, d_w
             into_window[:, :, slide.before - slide.staying :] += gradient[:, :, : slide.staying]
             into_own[:, :, slide.own - slide.entering :] += gradient[:, :, slide.staying :]
     state.add_gradient(d_window_k, d_window_v)
-
-
-def _branches(lengths: Sequence[int]) -> list[slice]:
-    slices, start = [], 0
-    for length in lengths:
-        slices.append(slice(start, start + length))
-        start += length
-    return slices
