@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from longstraw.kernels.gated_delta import DeltaRule, causal_conv, last_rows
-from longstraw.resident.state import Field, StateKind
-from longstraw.runtime.carried import carried_in, carried_out
-from longstraw.runtime.layer_spec import LayerSpec, StateSpec
+from longstraw.kernels.gated_delta import DeltaRule
+from longstraw.resident.state import Field
+from longstraw.runtime.layer_spec import LayerSpec
 from longstraw.runtime.passes import ForwardPass
-
-RECURRENT, WINDOW = "recurrent", "convolution"
+from longstraw.runtime.recurrence import Carry, carried_fields, carried_states
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +31,8 @@ class DeltaShape:
 
     @property
     def fields(self) -> dict[str, Field]:
-        """What is carried, by state name. A convolution of one tap carries nothing."""
-        fields = {RECURRENT: Field(name=RECURRENT, shape=(self.num_v_heads, self.k_dim, self.v_dim))}
-        if self.kernel > 1:
-            fields[WINDOW] = Field(name=WINDOW, shape=(self.kernel - 1, self.channels))
-        return fields
+        """What is carried, by state name."""
+        return carried_fields((self.num_v_heads, self.k_dim, self.v_dim), self.kernel, self.channels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,24 +56,10 @@ class DeltaInputs:
 
 
 def delta_spec(layer: int, shape: DeltaShape, inputs: DeltaInputs, rule: DeltaRule) -> LayerSpec:
-    """The spec of a gated-delta layer. Both states are float32 (float64 in a float64 model): they, and the gradients
-    of all branches and chunks that meet in them, would lose bits in less."""
-    window_trained = inputs.mixed_SC.requires_grad
-    convolution = (inputs.conv_weight_CK, inputs.conv_bias_C)
-    recurrent_trained = (
-        window_trained
-        or any(x is not None and x.requires_grad for x in convolution)
-        or inputs.g_SV.requires_grad
-        or inputs.beta_SV.requires_grad
-    )
-    trained = {RECURRENT: recurrent_trained, WINDOW: window_trained}
-    dtype = torch.promote_types(inputs.mixed_SC.dtype, torch.float32)
+    """The spec of a gated-delta layer."""
     return LayerSpec(
         index=layer,
-        states=tuple(
-            StateSpec(name=name, kind=StateKind.CARRIED, fields=(field,), dtype=dtype, trained=trained[name])
-            for name, field in shape.fields.items()
-        ),
+        states=carried_states(shape.fields, inputs, (inputs.g_SV, inputs.beta_SV)),
         workspace_bytes=rule.workspace_bytes(
             shape.num_v_heads,
             shape.k_dim,
@@ -93,14 +73,9 @@ def delta_spec(layer: int, shape: DeltaShape, inputs: DeltaInputs, rule: DeltaRu
 def mix(forward: ForwardPass, layer: int, shape: DeltaShape, inputs: DeltaInputs, rule: DeltaRule) -> Tensor:
     """Layer `layer`'s convolution and delta rule in a pass; [S, num_v_heads, v_dim] in the dtype of `mixed_SC`."""
     io = forward.layer(delta_spec(layer, shape, inputs, rule))
-    fields = shape.fields
-    before = {name: carried_in(io, name, field.shape) for name, field in fields.items()}
-    mixed_SC, window_WC = inputs.mixed_SC, before.get(WINDOW)
-    convolved_SC = inputs.activation(
-        causal_conv(mixed_SC, window_WC, inputs.conv_weight_CK, inputs.conv_bias_C, lengths=io.lengths)
-    )
+    carry = Carry(io, shape.fields)
     keys = shape.num_k_heads * shape.k_dim
-    q_SC, k_SC, v_SC = convolved_SC.split([keys, keys, shape.num_v_heads * shape.v_dim], dim=-1)
+    q_SC, k_SC, v_SC = carry.convolved(inputs).split([keys, keys, shape.num_v_heads * shape.v_dim], dim=-1)
     out_SVD, final_BVKD = rule(
         q_SC.unflatten(-1, (shape.num_k_heads, shape.k_dim)),
         k_SC.unflatten(-1, (shape.num_k_heads, shape.k_dim)),
@@ -108,12 +83,6 @@ def mix(forward: ForwardPass, layer: int, shape: DeltaShape, inputs: DeltaInputs
         inputs.g_SV,
         inputs.beta_SV,
         lengths=io.lengths,
-        initial_VKD=before[RECURRENT],
+        initial_VKD=carry.initial,
     )
-    if io.is_capture or io.is_sweep:
-        after = {RECURRENT: final_BVKD[0]}
-        if WINDOW in fields:
-            after[WINDOW] = last_rows(mixed_SC, window_WC, shape.kernel - 1).to(final_BVKD.dtype)
-        for name in fields:
-            out_SVD = carried_out(io, name, after[name], out_SVD)
-    return out_SVD
+    return carry.hand_on(inputs, final_BVKD, out_SVD)

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from longstraw.kernels.gated_delta import causal_conv, last_rows
 from longstraw.kernels.ssd import ssd, workspace_bytes
-from longstraw.resident.state import Field, StateKind
-from longstraw.runtime.carried import carried_in, carried_out
-from longstraw.runtime.layer_spec import LayerSpec, StateSpec
+from longstraw.resident.state import Field
+from longstraw.runtime.layer_spec import LayerSpec
 from longstraw.runtime.passes import ForwardPass
-
-RECURRENT, WINDOW = "recurrent", "convolution"
+from longstraw.runtime.recurrence import Carry, carried_fields, carried_states
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,11 +31,8 @@ class SsdShape:
 
     @property
     def fields(self) -> dict[str, Field]:
-        """What is carried, by state name. A convolution of one tap carries nothing."""
-        fields = {RECURRENT: Field(name=RECURRENT, shape=(self.num_heads, self.head_dim, self.state_size))}
-        if self.kernel > 1:
-            fields[WINDOW] = Field(name=WINDOW, shape=(self.kernel - 1, self.channels))
-        return fields
+        """What is carried, by state name."""
+        return carried_fields((self.num_heads, self.head_dim, self.state_size), self.kernel, self.channels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,19 +58,10 @@ class SsdInputs:
 
 
 def ssd_spec(layer: int, shape: SsdShape, inputs: SsdInputs) -> LayerSpec:
-    """The spec of a Mamba-2 layer. Both states are float32 (float64 in a float64 model): they, and the gradients of
-    all branches and chunks that meet in them, would lose bits in less."""
-    window_trained = inputs.mixed_SC.requires_grad
-    reaching = (inputs.dt_SH, inputs.A_H, inputs.conv_weight_CK, inputs.conv_bias_C)
-    recurrent_trained = window_trained or any(x is not None and x.requires_grad for x in reaching)
-    trained = {RECURRENT: recurrent_trained, WINDOW: window_trained}
-    dtype = torch.promote_types(inputs.mixed_SC.dtype, torch.float32)
+    """The spec of a Mamba-2 layer."""
     return LayerSpec(
         index=layer,
-        states=tuple(
-            StateSpec(name=name, kind=StateKind.CARRIED, fields=(field,), dtype=dtype, trained=trained[name])
-            for name, field in shape.fields.items()
-        ),
+        states=carried_states(shape.fields, inputs, (inputs.dt_SH, inputs.A_H)),
         workspace_bytes=workspace_bytes(
             shape.num_heads, shape.head_dim, shape.num_groups, shape.state_size, inputs.mixed_SC.element_size()
         ),
@@ -87,14 +71,9 @@ def ssd_spec(layer: int, shape: SsdShape, inputs: SsdInputs) -> LayerSpec:
 def mix(forward: ForwardPass, layer: int, shape: SsdShape, inputs: SsdInputs) -> Tensor:
     """Layer `layer`'s convolution and recurrence in a pass; [S, num_heads, head_dim] in the dtype of `mixed_SC`."""
     io = forward.layer(ssd_spec(layer, shape, inputs))
-    fields = shape.fields
-    before = {name: carried_in(io, name, field.shape) for name, field in fields.items()}
-    mixed_SC, window_WC = inputs.mixed_SC, before.get(WINDOW)
-    convolved_SC = inputs.activation(
-        causal_conv(mixed_SC, window_WC, inputs.conv_weight_CK, inputs.conv_bias_C, lengths=io.lengths)
-    )
+    carry = Carry(io, shape.fields)
     of_B = shape.num_groups * shape.state_size
-    x_SC, B_SC, C_SC = convolved_SC.split([shape.num_heads * shape.head_dim, of_B, of_B], dim=-1)
+    x_SC, B_SC, C_SC = carry.convolved(inputs).split([shape.num_heads * shape.head_dim, of_B, of_B], dim=-1)
     out_SHP, final_BHPN = ssd(
         x_SC.unflatten(-1, (shape.num_heads, shape.head_dim)),
         inputs.dt_SH,
@@ -103,12 +82,6 @@ def mix(forward: ForwardPass, layer: int, shape: SsdShape, inputs: SsdInputs) ->
         C_SC.unflatten(-1, (shape.num_groups, shape.state_size)),
         inputs.D_H,
         lengths=io.lengths,
-        initial_HPN=before[RECURRENT],
+        initial_HPN=carry.initial,
     )
-    if io.is_capture or io.is_sweep:
-        after = {RECURRENT: final_BHPN[0]}
-        if WINDOW in fields:
-            after[WINDOW] = last_rows(mixed_SC, window_WC, shape.kernel - 1).to(final_BHPN.dtype)
-        for name in fields:
-            out_SHP = carried_out(io, name, after[name], out_SHP)
-    return out_SHP
+    return carry.hand_on(inputs, final_BHPN, out_SHP)

@@ -16,7 +16,7 @@ from longstraw import Runtime
 from longstraw.errors import UnsupportedModelError
 from longstraw.integrations.transformers.families import gated_delta as family
 from longstraw.kernels.gated_delta.naive import naive_delta_rule
-from longstraw.runtime import gated_delta as glue
+from longstraw.runtime import recurrence as glue
 from tests.families.delta_models import KINDS, MODULES, build, multimodal
 from tests.parity.models import (
     add_lora,

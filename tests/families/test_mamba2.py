@@ -15,7 +15,7 @@ from longstraw import Runtime
 from longstraw.errors import UnsupportedModelError
 from longstraw.integrations.transformers import adapter as adapter_module
 from longstraw.integrations.transformers.head import BehindHead
-from longstraw.runtime import ssd as glue
+from longstraw.runtime import recurrence as glue
 from tests.families.mamba2_models import KINDS, PREFIXES, build
 from tests.families.router_loss import asked_for, plain_aux_step, replay_aux
 from tests.parity.models import (
