@@ -188,6 +188,25 @@ def test_error_is_raised_by_every_way_to_wait(pager: NvmePager, monkeypatch: pyt
     assert torch.equal(target, noise(1 << 20))
 
 
+def test_a_failed_write_spares_the_rows_beside_it(pager: NvmePager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of it may have reached the disk: the unit's checksum is neither that of before nor of what was asked."""
+    extent, source = pager.allocate(1 << 20), noise(8192)
+    pager.write(extent, 0, source).wait()
+    write = os.pwritev
+
+    def fail_late(fd: int, data: list[memoryview], offset: int) -> int:
+        write(fd, data, offset)
+        raise OSError(errno.EIO, "bad block")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fail_late)
+        with pytest.raises(OSError, match="bad block"):
+            pager.write(extent, 4096, torch.zeros(4096, dtype=torch.uint8)).wait()
+    target = torch.empty(4096, dtype=torch.uint8)
+    pager.read(extent, 0, target).wait()
+    assert torch.equal(target, source[:4096])
+
+
 def test_full_disk_says_how_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pager = NvmePager(tmp_path, 1 << 40, CPU)
     fallocate = os.posix_fallocate
