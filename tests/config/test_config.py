@@ -171,6 +171,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         Config.load(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("tag", ["object/apply:os.mkdir", "object/new:os.mkdir", "name:os.mkdir"])
+def test_a_file_runs_nothing(tmp_path: Path, tag: str) -> None:
+    made, path = tmp_path / "made", tmp_path / "paging.yaml"
+    path.write_text(f"trace: !!python/{tag} ['{made}']\n")
+    with pytest.raises(ConfigError, match=r"paging\.yaml is not valid YAML.*could not determine a constructor"):
+        Config.load(path)
+    assert not made.exists()
+
+
 @pytest.mark.parametrize(
     ("tier", "words"),
     [
