@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from tests.parity.models import Group, lane_loss
+from longstraw import Report, Runtime
+from tests.parity.models import Group, assert_idle, assert_parity, lane_loss, make_group, settings
+
+GROUP = make_group()
+ONE_LANE = settings(replay={"lane_tokens": 100})
+FLOAT32_SHARES = 1e-7
+"""Where all else is float64: transformers divides its counts in float32."""
 
 COEFFICIENT = 3.0
 """So large that the auxiliary loss is a good part of the gradient."""
@@ -55,3 +64,29 @@ def replay_aux(txn: Any, group: Group, coefficient: float = COEFFICIENT) -> floa
         lane.backward(lane_loss(group, lane) + coefficient * lane.aux_loss)
         total += float(lane.aux_loss.detach())
     return total
+
+
+def check(
+    model: Any,
+    config: Mapping[str, Any] | None = None,
+    *,
+    group: Group = GROUP,
+    score: bool = False,
+    tolerance: float = 1e-6,
+) -> Report:
+    """One step with the auxiliary loss against plain autograd."""
+    reference = copy.deepcopy(model)
+    expected = plain_aux_step(reference, group)
+    with Runtime(model, settings() if config is None else config) as runtime:
+        with runtime.transaction(group.prompt) as txn:
+            old = txn.score(group.responses) if score else None
+            found = replay_aux(txn, group)
+        assert_idle(runtime)
+    report: Report = txn.report
+    assert ("count" in report.seconds) == (old is None and report.lanes > 1)
+    assert found == pytest.approx(expected, rel=tolerance)
+    assert report.aux_loss == pytest.approx(expected, rel=tolerance)
+    assert (report.aux_loss_scale, report.aux_loss_prompt_weight) == (COEFFICIENT, len(group.responses))
+    assert_parity(model, reference, tolerance)
+    assert model.config.get_text_config().output_router_logits
+    return report

@@ -16,6 +16,7 @@ from tests.parity.models import (
     add_lora,
     assert_idle,
     build,
+    distance,
     gradients,
     make_group,
     paged_step,
@@ -24,7 +25,6 @@ from tests.parity.models import (
     settings,
     worst,
 )
-from tests.parity.test_families import distance
 
 CHECKPOINT = pytest.mark.parametrize("checkpoint", [False, True], ids=["kept", "checkpointed"])
 ONE_OF_EACH = pytest.mark.parametrize("kind", ["deepseek_v3", "glm_moe_dsa"])
