@@ -112,6 +112,16 @@ def test_host_arenas_have_exact_sizes_and_stay() -> None:
     assert all(arena.memory.data_ptr() % UNIT == 0 for arena in pager._arenas.values())
 
 
+def test_a_reservation_grows_the_host_tier_once() -> None:
+    pager = HostPager(16 * UNIT, CPU)
+    store = PageStore([pager], 16)
+    state = State(StateKind.TOKEN, 0, "kv", (Field("k", (64,)),), "float32")
+    store.reserve("me", [Reservation(state, 40) for _ in range(3)])
+    assert [arena.memory.numel() for arena in pager._arenas.values()] == [9 * UNIT]
+    store.release("me")
+    pager.close()
+
+
 def test_host_gives_empty_arenas_back_for_one_large_extent() -> None:
     pager = HostPager(4 * UNIT, CPU)
     pager.grow_to(2 * UNIT)

@@ -207,7 +207,9 @@ def test_a_step_inside_accumulate(then: str) -> None:
         paged_step(runtime, [GROUP])
         optimizer.step()
         if then == "another group":
-            paged_step(runtime, [GROUP])
+            # Told before its prompt is captured, not when the block ends.
+            with pytest.raises(TransactionStateError, match="stepped inside"), runtime.transaction(GROUP.prompt):
+                pass
     assert_idle(runtime)
     paged_step(runtime, [GROUP, GROUP])
 
