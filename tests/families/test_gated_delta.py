@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from longstraw import Runtime
-from longstraw.errors import UnsupportedModelError
+from longstraw.errors import StreamOrderError, UnsupportedModelError
 from longstraw.integrations.transformers.families import gated_delta as family
 from longstraw.kernels.gated_delta.naive import naive_delta_rule
 from longstraw.runtime import recurrence as glue
@@ -157,7 +157,7 @@ class TestExact:
             return handed_on(io, name, value.detach() if name == state else value, output)
 
         monkeypatch.setattr(glue, "carried_out", forgetful)
-        with pytest.raises(Exception, match=r"the schedule is"):
+        with pytest.raises(StreamOrderError, match=r"the schedule is"):
             check_exact(build(layers="LA"), [make_group(lengths=LENGTHS)])
 
     @pytest.mark.parametrize("state", ["recurrent", "convolution"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from longstraw import Runtime
-from longstraw.errors import UnsupportedModelError
+from longstraw.errors import StreamOrderError, UnsupportedModelError
 from longstraw.integrations.transformers import adapter as adapter_module
 from longstraw.integrations.transformers.head import BehindHead
 from longstraw.runtime import recurrence as glue
@@ -209,7 +209,7 @@ class TestExact:
             return handed_on(io, name, value.detach() if name == state else value, output)
 
         monkeypatch.setattr(glue, "carried_out", forgetful)
-        with pytest.raises(Exception, match=r"the schedule is"):
+        with pytest.raises(StreamOrderError, match=r"the schedule is"):
             check_exact(build(layers="LA"), [make_group(lengths=LENGTHS)])
 
     @pytest.mark.parametrize("state", ["recurrent", "convolution"])
