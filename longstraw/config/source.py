@@ -64,6 +64,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8 ({error}); give a YAML file") from error
     try:
         settings = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError as error:

@@ -22,18 +22,29 @@ from longstraw.runtime.routers import RouterTally
 from longstraw.runtime.sizing import GraphSize, hiding_tokens, plan_chunks, plan_lanes, size_chunk, size_lane
 
 
+_LONGEST, _LARGEST = 1 << 27, 1 << 16
+"""Tokens of a row and responses of a group up to which a plan takes seconds or minutes: it counts chunk by chunk."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What a step trains on: one prompt of `prompt` tokens with `group` responses of `response` tokens each."""
+    """What a step trains on: one prompt of `prompt` tokens with `group` responses of `response` tokens each.
+
+    Raises ConfigError for a size that is none, or that no plan can be made for.
+    """
 
     prompt: int
     group: int
     response: int
 
     def __post_init__(self) -> None:
-        for name, least in (("prompt", 2), ("group", 1), ("response", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"--{name} {getattr(self, name)} is too small; use at least {least}")
+        bounds = {"prompt": (2, _LONGEST), "group": (1, _LARGEST), "response": (1, _LONGEST)}
+        for name, (least, most) in bounds.items():
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"--{name} {value} is too small; use at least {least}")
+            if value > most:
+                raise ConfigError(f"--{name} {value} is too large to plan; use at most {most}")
 
 
 @dataclass(kw_only=True)

@@ -68,6 +68,14 @@ def test_what_ranks_send_and_what_each_way_of_reducing_costs(invoke: Callable[..
     assert found["phases"]["finalize"]["gradients_to_host"] > 0
 
 
+def test_settings_that_are_no_text(invoke: Callable[..., Any], tiny_llama: Path, tmp_path: Path) -> None:
+    tiers = tmp_path / "model.safetensors"
+    tiers.write_bytes(bytes(range(256)))
+    error = invoke("plan", tiny_llama, "--prompt", "4k", "--tiers", tiers).exception
+    assert isinstance(error, ConfigError)
+    assert "model.safetensors is no text in UTF-8" in str(error)
+
+
 def test_rates_change_the_time(invoke: Callable[..., Any], tiny_llama: Path, tmp_path: Path) -> None:
     rates = tmp_path / "rates.json"
     rates.write_text('{"name": "a slow one", "matrix": 1e9}')
@@ -90,6 +98,9 @@ def test_experts_of_an_odd_width(invoke: Callable[..., Any], tiny_mixture: Path,
     [
         (["--prompt", "many"], "--prompt many: expected a number of tokens"),
         (["--prompt", "1"], "--prompt 1 is too small"),
+        (["--prompt", "1000M"], "--prompt 1048576000 is too large to plan; use at most 134217728"),
+        (["--prompt", "4k", "--response", "1000M"], "--response 1048576000 is too large"),
+        (["--prompt", "4k", "--group", "1000000000"], "--group 1000000000 is too large"),
         (["--prompt", "4k", "--gpus", "0"], "--gpus 0"),
         (["--prompt", "4k", "--sharding", "fsdp"], "--sharding fsdp: use one of none, ddp, fsdp2, zero1, zero2, zero3"),
         (["--prompt", "4k", "--keep-gathered"], "--keep-gathered would be ignored with --sharding none"),
