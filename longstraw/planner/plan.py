@@ -21,7 +21,6 @@ from longstraw.runtime.reservations import Wish, placed_specs, wishes
 from longstraw.runtime.routers import RouterTally
 from longstraw.runtime.sizing import GraphSize, hiding_tokens, plan_chunks, plan_lanes, size_chunk, size_lane
 
-
 _LONGEST, _LARGEST = 1 << 27, 1 << 16
 """Tokens of a row and responses of a group up to which a plan takes seconds or minutes: it counts chunk by chunk."""
 
