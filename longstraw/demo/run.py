@@ -78,9 +78,7 @@ def run_demo(
 class _Trainer:
     def __init__(self, demo: DemoModel, runtime: Runtime, options: DemoOptions, watcher: Watcher) -> None:
         self._demo, self._runtime, self._options, self._watcher = demo, runtime, options, watcher
-        self._optimizer = torch.optim.AdamW(
-            demo.model.parameters(), lr=options.learning_rate, weight_decay=0.0
-        )
+        self._optimizer = torch.optim.AdamW(demo.model.parameters(), lr=options.learning_rate, weight_decay=0.0)
         self._generator = torch.Generator(device=demo.device).manual_seed(options.seed)
         self._task = make_task(demo.tokenizer, options.prompt_tokens, seed=options.seed)
         self.comparison: Comparison | None = None

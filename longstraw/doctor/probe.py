@@ -80,9 +80,7 @@ def probe(
     )
 
 
-def _probe_disk(
-    path: Path, settings: EngineSettings, device: torch.device, seconds: float, nbytes: int
-) -> DiskRates:
+def _probe_disk(path: Path, settings: EngineSettings, device: torch.device, seconds: float, nbytes: int) -> DiskRates:
     file = SpoolFile(path)
     try:
         file.grow(nbytes)

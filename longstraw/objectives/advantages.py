@@ -60,9 +60,7 @@ def _centered(rewards: Tensor) -> Tensor:
         raise ConfigError(f"rewards has dtype {rewards.dtype}; expected a real dtype")
     values = rewards.detach().double()
     if not torch.isfinite(values).all():
-        raise ConfigError(
-            f"rewards={rewards.tolist()} has a value that is not finite; fix the reward function"
-        )
+        raise ConfigError(f"rewards={rewards.tolist()} has a value that is not finite; fix the reward function")
     # Equal rewards must give exactly 0, and the mean of equal floats need not be equal to them.
     return torch.zeros_like(values) if values.min() == values.max() else values - values.mean()
 

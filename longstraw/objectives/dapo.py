@@ -76,9 +76,7 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int) ->
         ConfigError: `lengths` is not an integer [G], or `buffer_tokens` is out of range.
     """
     if lengths.dim() != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
-        raise ConfigError(
-            f"lengths has shape {list(lengths.shape)} and dtype {lengths.dtype}; expected integers [G]"
-        )
+        raise ConfigError(f"lengths has shape {list(lengths.shape)} and dtype {lengths.dtype}; expected integers [G]")
     if not 1 <= buffer_tokens <= max_tokens:
         raise ConfigError(f"buffer_tokens={buffer_tokens} must be in [1, max_tokens={max_tokens}]")
     return ((max_tokens - buffer_tokens - lengths).float() / buffer_tokens).clamp(min=-1.0, max=0.0)

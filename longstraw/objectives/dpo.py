@@ -56,9 +56,7 @@ class PreferenceMetrics:
 
     def __add__(self, other: PreferenceMetrics) -> PreferenceMetrics:
         if (self.drift is None) != (other.drift is None):
-            raise ConfigError(
-                "metrics with and without scored log-probs cannot be added; give every lane the same"
-            )
+            raise ConfigError("metrics with and without scored log-probs cannot be added; give every lane the same")
         drift = None
         if self.drift is not None and other.drift is not None:
             drift = torch.maximum(self.drift, other.drift)
@@ -133,16 +131,12 @@ def dpo_loss(
     _check_settings(pairs, num_pairs, beta, label_smoothing, variant)
     lengths = check_responses("logprobs", logprobs)
     if len(indices) != len(lengths) or len(set(indices)) != len(lengths):
-        raise ConfigError(
-            f"indices={list(indices)} must name {len(lengths)} different branches; pass lane.indices"
-        )
+        raise ConfigError(f"indices={list(indices)} must name {len(lengths)} different branches; pass lane.indices")
     _check_group("ref", ref, logprobs, lengths, indices)
     _check_pairs(pairs, indices, len(ref))
     if scored is not None:
         if len(scored) != len(ref):
-            raise ConfigError(
-                f"scored has {len(scored)} responses and ref {len(ref)}; pass the whole group's in both"
-            )
+            raise ConfigError(f"scored has {len(scored)} responses and ref {len(ref)}; pass the whole group's in both")
         _check_group("scored", scored, logprobs, lengths, indices)
 
     dtype = torch.promote_types(logprobs[0].dtype, torch.float32)
@@ -214,13 +208,9 @@ def _check_settings(
     if not 0 <= label_smoothing < 0.5:
         raise ConfigError(f"label_smoothing={label_smoothing} must be in [0, 0.5)")
     if variant not in list(PreferenceLoss):
-        raise ConfigError(
-            f"variant={variant!r} is unknown; use one of {[str(known) for known in PreferenceLoss]}"
-        )
+        raise ConfigError(f"variant={variant!r} is unknown; use one of {[str(known) for known in PreferenceLoss]}")
     if label_smoothing and variant == PreferenceLoss.SQUARED:
-        raise ConfigError(
-            f"label_smoothing={label_smoothing} would be ignored by variant=squared; set it to 0"
-        )
+        raise ConfigError(f"label_smoothing={label_smoothing} would be ignored by variant=squared; set it to 0")
     if num_pairs < len(pairs):
         raise ConfigError(
             f"num_pairs={num_pairs} is below this group's {len(pairs)} pairs; pass those of the whole step"
@@ -236,9 +226,7 @@ def _check_pairs(pairs: Sequence[tuple[int, int]], indices: Sequence[int], group
             )
     unpaired = set(indices) - {i for pair in pairs for i in pair}
     if unpaired:
-        raise ConfigError(
-            f"pairs leaves out responses {sorted(unpaired)} of this lane; leave them out of replay"
-        )
+        raise ConfigError(f"pairs leaves out responses {sorted(unpaired)} of this lane; leave them out of replay")
 
 
 def _check_group(

@@ -73,9 +73,7 @@ class KLPenalty:
 
     def __post_init__(self) -> None:
         if not self.coef > 0:
-            raise ConfigError(
-                f"coef={self.coef} must be above 0; for no KL penalty pass kl=None and ref=None"
-            )
+            raise ConfigError(f"coef={self.coef} must be above 0; for no KL penalty pass kl=None and ref=None")
         if self.estimator not in list(KLEstimator):
             raise ConfigError(
                 f"estimator={self.estimator!r} is unknown; use one of {[str(known) for known in KLEstimator]}"

@@ -56,9 +56,7 @@ class PolicyMetrics:
 
     def __add__(self, other: PolicyMetrics) -> PolicyMetrics:
         if (self.ref_kl_sum is None) != (other.ref_kl_sum is None):
-            raise ConfigError(
-                "metrics with and without a KL penalty cannot be added; they come from different losses"
-            )
+            raise ConfigError("metrics with and without a KL penalty cannot be added; they come from different losses")
         ref_kl_sum = None
         if self.ref_kl_sum is not None and other.ref_kl_sum is not None:
             ref_kl_sum = self.ref_kl_sum + other.ref_kl_sum

@@ -39,27 +39,19 @@ class LaneTokens:
         check_responses("old", old, like=lengths)
         if (ref is None) != (kl is None):
             given, missing = ("ref", "kl") if kl is None else ("kl", "ref")
-            raise ConfigError(
-                f"{given} is given without {missing} and would be ignored; pass both, or neither"
-            )
+            raise ConfigError(f"{given} is given without {missing} and would be ignored; pass both, or neither")
         if ref is not None:
             check_responses("ref", ref, like=lengths)
         for name, tensors in (("old", old), ("ref", ref or [])):
             for i, tensor in enumerate(tensors):
                 if tensor.requires_grad:
-                    raise ConfigError(
-                        f"{name}[{i}] requires grad; pass scored log-probs, or {name}[{i}].detach()"
-                    )
+                    raise ConfigError(f"{name}[{i}] requires grad; pass scored log-probs, or {name}[{i}].detach()")
                 if tensor.device != logprobs[0].device:
-                    raise ConfigError(
-                        f"{name}[{i}] is on {tensor.device} and logprobs on {logprobs[0].device}"
-                    )
+                    raise ConfigError(f"{name}[{i}] is on {tensor.device} and logprobs on {logprobs[0].device}")
         for i, (live, scored) in enumerate(zip(logprobs, old, strict=True)):
             if live.dtype != scored.dtype:
                 # A rounded copy would make the first ratio differ from 1, unseen.
-                raise ConfigError(
-                    f"old[{i}] is {scored.dtype} and logprobs[{i}] {live.dtype}; score in the same dtype"
-                )
+                raise ConfigError(f"old[{i}] is {scored.dtype} and logprobs[{i}] {live.dtype}; score in the same dtype")
         n = len(lengths)
         if advantages.shape != (n,):
             raise ConfigError(
@@ -113,9 +105,7 @@ def token_objective(
     return finish(lane, loss, ratio_T, clipped_T, weights_T)
 
 
-def finish(
-    lane: LaneTokens, loss: Tensor, ratios: Tensor, clipped: Tensor, weights_T: Tensor
-) -> PolicyObjective:
+def finish(lane: LaneTokens, loss: Tensor, ratios: Tensor, clipped: Tensor, weights_T: Tensor) -> PolicyObjective:
     """Add the KL penalty under the given token weights, and measure."""
     ref_kl_sum = None
     if lane.kl is not None and lane.ref_T is not None:

@@ -53,9 +53,7 @@ class GroupSize:
     def __post_init__(self) -> None:
         for name in ("responses", "tokens", "filtered"):
             if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is negative; pass a count of the whole group"
-                )
+                raise ConfigError(f"{name}={getattr(self, name)} is negative; pass a count of the whole group")
         if self.tokens < self.responses:
             raise ConfigError(
                 f"tokens={self.tokens} is below responses={self.responses}; a response has at least one token"
@@ -89,9 +87,7 @@ class GroupSize:
             raise ConfigError("responses is empty; pass every response of the group")
         for i, response in enumerate(responses):
             if response.dim() != 1 or response.numel() == 0:
-                raise ConfigError(
-                    f"responses[{i}] has shape {list(response.shape)}; expected [R_i] with R_i >= 1"
-                )
+                raise ConfigError(f"responses[{i}] has shape {list(response.shape)}; expected [R_i] with R_i >= 1")
             if max_tokens is not None and response.numel() > max_tokens:
                 raise ConfigError(
                     f"responses[{i}] has {response.numel()} tokens, above max_tokens={max_tokens}; "
@@ -118,9 +114,7 @@ class GroupSize:
             raise ConfigError("sizes is empty; pass one GroupSize for each group of the step")
         budgets = {part.max_tokens for part in parts}
         if len(budgets) > 1:
-            raise ConfigError(
-                f"sizes have different max_tokens {budgets}; the budget is one constant of the run"
-            )
+            raise ConfigError(f"sizes have different max_tokens {budgets}; the budget is one constant of the run")
         return cls(
             responses=sum(part.responses for part in parts),
             tokens=sum(part.tokens for part in parts),
@@ -190,9 +184,7 @@ def keep_mask(keep: Sequence[bool] | Tensor | None, count: int) -> list[bool]:
     if keep is None:
         return [True] * count
     if isinstance(keep, Tensor) and (keep.dim() != 1 or keep.dtype != torch.bool):
-        raise ConfigError(
-            f"keep has shape {list(keep.shape)} and dtype {keep.dtype}; expected a bool tensor [{count}]"
-        )
+        raise ConfigError(f"keep has shape {list(keep.shape)} and dtype {keep.dtype}; expected a bool tensor [{count}]")
     if len(keep) != count:
         raise ConfigError(f"keep has {len(keep)} entries for {count} responses; pass one boolean for each")
     return [bool(kept) for kept in keep]
@@ -224,7 +216,5 @@ def check_responses(
                 f"pick the lane's own: [{name}[i] for i in lane.indices]"
             )
         if tensor.device != tensors[0].device:
-            raise ConfigError(
-                f"{name}[{i}] is on {tensor.device} and {name}[0] on {tensors[0].device}; use one device"
-            )
+            raise ConfigError(f"{name}[{i}] is on {tensor.device} and {name}[0] on {tensors[0].device}; use one device")
     return tuple(tensor.numel() for tensor in tensors)

@@ -120,9 +120,7 @@ def small_config(options: VerifyOptions) -> Config:
     )
 
 
-def random_group(
-    vocab_size: int, options: VerifyOptions, device: torch.device
-) -> tuple[Tensor, list[Tensor]]:
+def random_group(vocab_size: int, options: VerifyOptions, device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """Random tokens: a prompt [P], and responses [R_i] whose lengths fall evenly to 1."""
     generator = torch.Generator().manual_seed(options.seed)
 

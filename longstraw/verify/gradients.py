@@ -41,9 +41,7 @@ def default_tolerance(dtype: torch.dtype) -> tuple[float, str]:
     return _TOLERANCE[dtype]
 
 
-def clone_gradients(
-    model: nn.Module, *, device: torch.device | str | None = None
-) -> dict[str, Tensor | None]:
+def clone_gradients(model: nn.Module, *, device: torch.device | str | None = None) -> dict[str, Tensor | None]:
     """A copy of every parameter's `.grad` (None if it has none), on `device` if given; tied ones once."""
     return {
         name: None if p.grad is None else p.grad.detach().to(device or p.device, copy=True)
@@ -75,9 +73,7 @@ def _difference(name: str, ours: Tensor | None, reference: Tensor | None, total:
     if ours is None or reference is None:
         side, other = ("ours", ours) if reference is None else ("plain autograd's", reference)
         kind = "zero" if _norm([other]) == 0 else "non-zero"
-        return GradientDifference(
-            name=name, relative=math.inf, norm=norm, note=f"only {side} has a gradient ({kind})"
-        )
+        return GradientDifference(name=name, relative=math.inf, norm=norm, note=f"only {side} has a gradient ({kind})")
     if not math.isfinite(norm) or not math.isfinite(_norm([ours])):
         return GradientDifference(name=name, relative=math.inf, norm=norm, note="not finite")
     difference = _norm([ours.to(reference.device).double() - reference.double()])

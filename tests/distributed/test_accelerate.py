@@ -40,9 +40,7 @@ def weights(kind: str, model: Any) -> dict[str, torch.Tensor]:
                 found[name] = parameter.detach().clone()
         return found
     inner = model.module if kind == "ddp" else model
-    return {
-        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in inner.named_parameters()
-    }
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in inner.named_parameters()}
 
 
 def one_step(accelerator: Any, runtime: Runtime, model: Any, optimizer: Any, groups: Any) -> None:

@@ -130,7 +130,6 @@ def test_ddp_reduces_once(two: Pool) -> None:
     assert reductions(counts, "allreduce") <= 2, counts
 
 
-
 def reference_scores(rank: int, world: int, wrap: Any = fsdp2, **options: Any) -> bool:
     """Rank 0 scores under the adapters' base within a step in which rank 1 has nothing to do."""
     model = add_lora(build_kind("qwen3"))

@@ -26,9 +26,7 @@ def test_values() -> None:
     assert got["leave_one_out_advantages"] == pytest.approx(
         [r - statistics.mean(rest) for r, rest in zip(REWARDS, others, strict=True)]
     )
-    assert zscore_advantages(rewards, eps=0.5).tolist() == pytest.approx(
-        [(r - mean) / (std + 0.5) for r in REWARDS]
-    )
+    assert zscore_advantages(rewards, eps=0.5).tolist() == pytest.approx([(r - mean) / (std + 0.5) for r in REWARDS])
 
 
 @pytest.mark.parametrize("advantages", ALL)

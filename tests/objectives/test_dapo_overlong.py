@@ -31,9 +31,7 @@ def test_filtered_responses_count_nowhere_in_every_split() -> None:
     (logp, mask), (old, _), (ref, _) = pad(group.logprobs), pad(group.old), pad(group.ref)
     mask = mask * torch.tensor(KEEP)[:, None]
     d = ref - logp
-    values = -surrogate((logp - old).exp(), group.advantages[:, None], 0.2, 0.28, None) + 0.2 * (
-        d.exp() - d - 1
-    )
+    values = -surrogate((logp - old).exp(), group.advantages[:, None], 0.2, 0.28, None) + 0.2 * (d.exp() - d - 1)
     want = (values * mask).sum() / mask.sum()
     gradients = torch.autograd.grad(want, group.logprobs)
     for lanes in partitions([0, 1, 2, 3, 4]):
@@ -69,9 +67,7 @@ def test_keep_and_size_must_agree() -> None:
     with pytest.raises(ConfigError, match=r"^keep is None and size.filtered=2"):
         lane_loss(group, [0, 2], GroupSize.of(group.logprobs, keep=KEEP), None)
     with pytest.raises(ConfigError, match=r"^keep has 4 entries"):
-        dapo_loss(
-            group.logprobs, group.old, group.advantages, size=GroupSize(responses=5, tokens=17), keep=KEEP[:4]
-        )
+        dapo_loss(group.logprobs, group.old, group.advantages, size=GroupSize(responses=5, tokens=17), keep=KEEP[:4])
     with pytest.raises(ConfigError, match=r"^keep has shape"):
         GroupSize.of(group.logprobs, keep=torch.ones(5))
 

@@ -45,18 +45,14 @@ def test_signs_and_precision() -> None:
     assert (kl_estimate(logp, ref, KLEstimator.K3) > 0).all()
     # e^d - 1 - d in float32 has no digit left here; the true value is d^2 / 2 = 5e-7.
     d = torch.tensor([1e-3])
-    torch.testing.assert_close(
-        kl_estimate(torch.zeros(1), d, KLEstimator.K3), d**2 / 2 + d**3 / 6, rtol=1e-3, atol=0
-    )
+    torch.testing.assert_close(kl_estimate(torch.zeros(1), d, KLEstimator.K3), d**2 / 2 + d**3 / 6, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("estimator", list(KLEstimator))
 def test_weighted_penalties_have_the_gradient_of_the_reverse_kl_off_policy(estimator: KLEstimator) -> None:
     logits, old, ref = distributions(1)
     penalty = KLPenalty(coef=0.7, estimator=estimator, importance_weight=True)
-    torch.testing.assert_close(
-        expected_gradient(penalty, logits, old, ref), 0.7 * reverse_kl_gradient(logits, ref)
-    )
+    torch.testing.assert_close(expected_gradient(penalty, logits, old, ref), 0.7 * reverse_kl_gradient(logits, ref))
 
 
 def test_k2_without_weight_has_it_on_policy_only() -> None:

@@ -80,9 +80,7 @@ PENALTIES = [None, *(KLPenalty(coef=0.3, estimator=e) for e in (KLEstimator.K2, 
 PENALTIES += [KLPenalty(coef=0.3, estimator=e, importance_weight=True) for e in KLEstimator]
 
 
-def call(
-    case: Case, group: Group, indices: list[int], *, size: GroupSize, kl: KLPenalty | None, **extra: Any
-):
+def call(case: Case, group: Group, indices: list[int], *, size: GroupSize, kl: KLPenalty | None, **extra: Any):
     return case.loss(
         [group.logprobs[i] for i in indices],
         [group.old[i] for i in indices],
@@ -99,9 +97,7 @@ def expected(case: Case, group: Group, kl: KLPenalty | None) -> Tensor:
     (logp, mask), (old, _), (ref, _) = pad(group.logprobs), pad(group.old), pad(group.ref)
     loss = case.reference(logp, old, group.advantages[:, None], mask)
     if kl is not None:
-        loss = loss + kl.coef * case.average(
-            padded.kl(logp, old, ref, str(kl.estimator), kl.importance_weight), mask
-        )
+        loss = loss + kl.coef * case.average(padded.kl(logp, old, ref, str(kl.estimator), kl.importance_weight), mask)
     return loss
 
 
@@ -179,9 +175,7 @@ def test_gradient_is_that_of_finite_differences(name: str, estimator: KLEstimato
 def test_first_ratio_is_exactly_one(name: str, dtype: torch.dtype) -> None:
     start = make_group(3)
     logprobs = [x.detach().to(dtype).requires_grad_() for x in start.logprobs]
-    group = Group(
-        logprobs=logprobs, old=[x.detach() for x in logprobs], ref=start.ref, advantages=start.advantages
-    )
+    group = Group(logprobs=logprobs, old=[x.detach() for x in logprobs], ref=start.ref, advantages=start.advantages)
     result = call(CASES[name], group, [0, 1, 2, 3, 4], size=whole(group), kl=None)
     assert result.metrics.mean_ratio == 1
     assert result.metrics.clipped == 0
@@ -220,9 +214,7 @@ def test_responses_of_length_one(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_zero_advantages_give_a_zero_gradient_with_a_graph(name: str) -> None:
     start = make_group()
-    group = Group(
-        logprobs=start.logprobs, old=start.old, ref=start.ref, advantages=torch.zeros(5, dtype=torch.float64)
-    )
+    group = Group(logprobs=start.logprobs, old=start.old, ref=start.ref, advantages=torch.zeros(5, dtype=torch.float64))
     result = call(CASES[name], group, [0, 1, 2, 3, 4], size=whole(group), kl=None)
     for gradient in torch.autograd.grad(result.loss, group.logprobs):
         assert not gradient.any()

@@ -26,9 +26,7 @@ def test_aggregate_sums_to_the_padded_average_in_every_split(how: Aggregation) -
     want = AVERAGES[how](*pad(values))
     gradients = torch.autograd.grad(want, values)
     for lanes in partitions([0, 1, 2, 3, 4]):
-        total = torch.stack(
-            [aggregate([values[i] for i in lane], size=size, how=how) for lane in lanes]
-        ).sum()
+        total = torch.stack([aggregate([values[i] for i in lane], size=size, how=how) for lane in lanes]).sum()
         torch.testing.assert_close(total, want)
         for got, gradient in zip(torch.autograd.grad(total, values), gradients, strict=True):
             torch.testing.assert_close(got, gradient)
@@ -69,9 +67,7 @@ def test_impossible_sizes_are_named(arguments: dict[str, int], match: str) -> No
         ([torch.zeros(5)], {"keep": [True, True]}, "keep has 2 entries"),
     ],
 )
-def test_wrong_responses_are_named(
-    responses: list[torch.Tensor], options: dict[str, Any], match: str
-) -> None:
+def test_wrong_responses_are_named(responses: list[torch.Tensor], options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{match}"):
         GroupSize.of(responses, **options)
 
