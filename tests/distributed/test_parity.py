@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.distributed.steps import KINDS, compare_training
-from tests.distributed.wraps import ddp, fsdp2, fsdp2_hybrid, fsdp2_offloaded
+from tests.distributed.wraps import ddp, fsdp2, fsdp2_hybrid, fsdp2_offloaded, fsdp2_whole
 from tests.parity.models import add_lora
 
 TOLERANCE = 1e-5
@@ -47,6 +47,11 @@ def test_fsdp2(two: Pool, kind: str, reshard: bool, config: dict[str, Any]) -> N
 @MODES
 def test_a_unit_inside_a_unit_and_the_head_alone_with_checkpointing(two: Pool, config: dict[str, Any]) -> None:
     check(two.run(compare_training, fsdp2, config=config | CHECKPOINTED, head=True, nested=True))
+
+
+@MODES
+def test_the_whole_model_as_one_unit(two: Pool, config: dict[str, Any]) -> None:
+    check(two.run(compare_training, fsdp2_whole, config=config))
 
 
 @MODES

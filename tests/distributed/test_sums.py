@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from longstraw.integrations.fsdp2 import Fsdp2Sharding
 from longstraw.objectives import Aggregation, GroupSize, aggregate, gspo_loss, size_over_ranks
 from longstraw.runtime.ledger import GradientLedger
 from tests.distributed.pool import Pool
-from tests.distributed.steps import UNEQUAL, build_kind, compare_training, groups_of, relative
+from tests.distributed.steps import UNEQUAL, build_kind, compare_training, groups_of, plain_training, relative
 from tests.distributed.wraps import ddp, fsdp2, zero
-from tests.parity.models import SMALL, plain_logprobs
+from tests.parity.models import SMALL, lane_loss, plain_logprobs
 
 EACH_PASS = {"gradient": {"reduce": "each_pass"}}
 NARROW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
@@ -26,10 +27,18 @@ SIXTY_FOUR = ([(20, [2] * 64)], [(31, [2] * 64)])
 
 
 @pytest.mark.parametrize("lanes", [1, 4, 64])
-@pytest.mark.parametrize(("wrap", "config"), [(ddp, {}), (fsdp2, {}), (fsdp2, EACH_PASS), (zero, {})])
-def test_passes_add_up(two: Pool, wrap: Any, config: dict[str, Any], lanes: int) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "config", "options"),
+    [
+        (ddp, {}, {}),
+        (fsdp2, {}, {}),
+        (fsdp2, EACH_PASS, {}),
+        *[(zero, {}, {"stage": stage}) for stage in (1, 2, 3)],
+    ],
+    ids=["ddp", "fsdp2", "fsdp2-each_pass", "zero-1", "zero-2", "zero-3"],
+)
+def test_passes_add_up(two: Pool, wrap: Any, config: dict[str, Any], options: dict[str, Any], lanes: int) -> None:
     config = config | {"replay": {"lane_tokens": 128 // lanes}, "capture": {"chunk_tokens": 64}}
-    options = {"stage": 2} if wrap is zero else {}
     for errors in two.run(compare_training, wrap, shapes=SIXTY_FOUR, steps=1, config=config, **options):
         assert errors["gradient"] <= 1e-5, errors
 
@@ -77,6 +86,37 @@ def narrow_logprobs(rank: int, world: int) -> bool:
 
 def test_logprobs_are_not_rounded_on_their_way_out(two: Pool) -> None:
     assert two.run(narrow_logprobs) == [True, True]
+
+
+def scaled_losses(rank: int, world: int, wrap: Any, config: dict[str, Any], by_hand: bool) -> tuple[float, float]:
+    """How far gradients are from those of the ordinary step: as they arrive, and behind the scaler's `unscale_`."""
+    model = build_kind("qwen3")
+    reference = copy.deepcopy(model)
+    held = wrap(model)
+    # A CPU has no float16 to scale losses for: the scaler is a real one, the rest of the accelerator is not.
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    accelerator = SimpleNamespace(
+        distributed_type="NO", num_processes=world, scaler=scaler, gradient_accumulation_steps=1, mixed_precision="fp16"
+    )
+    runtime = Runtime(held.model, SMALL | config, accelerator=None if by_hand else accelerator)
+    with runtime.accumulate():
+        for group in groups_of(UNEQUAL, 0)[rank]:
+            with runtime.transaction(group.prompt) as txn:
+                for lane in txn.replay(group.responses):
+                    loss = lane_loss(group, lane)
+                    lane.backward(scaler.scale(loss) if by_hand else loss)
+    want, _ = plain_training(reference, UNEQUAL, 1)
+    scaled = max(relative(held.gradients(), {n: 1024 * g for n, g in want.items()}).values())
+    scaler.unscale_(held.optimizer)
+    return scaled, max(relative(held.gradients(), want).values())
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["accelerator", "own scaler"])
+@pytest.mark.parametrize(("wrap", "config"), [(ddp, {}), (fsdp2, {}), (fsdp2, EACH_PASS)])
+def test_losses_that_are_scaled(two: Pool, wrap: Any, config: dict[str, Any], by_hand: bool) -> None:
+    for scaled, unscaled in two.run(scaled_losses, wrap, config, by_hand):
+        assert scaled <= 1e-5
+        assert unscaled <= 1e-5
 
 
 def token_mean(rank: int, world: int, sequences: bool) -> float:

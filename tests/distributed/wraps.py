@@ -43,6 +43,13 @@ def fsdp2(
     return hold(model, model)
 
 
+def fsdp2_whole(model: nn.Module) -> Held:
+    """The model as one unit."""
+    model.to(here())
+    fully_shard(model, mesh=init_device_mesh(here().type, (dist.get_world_size(),)))
+    return hold(model, model)
+
+
 def fsdp2_hybrid(model: Any) -> Held:
     """Replicas of two shards each."""
     mesh = init_device_mesh(here().type, (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))

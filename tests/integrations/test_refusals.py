@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,8 +78,11 @@ def test_an_attention_class_of_the_users_own() -> None:
         pass
 
     model.model.layers[1].self_attn.__class__ = OddAttention
-    with pytest.raises(UnsupportedModelError, match=r"layer 1 .*OddAttention.*supported are .*LlamaAttention"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"layer 1 .*OddAttention.*supported are .*LlamaAttention.*docs/adding_a_family\.md"
+    ):
         Runtime(model, SMALL)
+    assert (Path(__file__).parents[2] / "docs" / "adding_a_family.md").is_file()
 
 
 def test_an_encoder_decoder() -> None:
