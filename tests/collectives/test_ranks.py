@@ -54,6 +54,17 @@ def open_side_by_side(rank: int, world: int) -> bool:
     return len(lines) == 3 and told == ["None"] * world
 
 
+def sums_and_flags(rank: int, world: int) -> tuple[list[bool], list[bool], list[int], list[int]]:
+    """Runs on each rank. Flags of which some, all or none are set, and numbers, over all ranks."""
+    from longstraw.collectives import Ranks
+
+    ranks = Ranks(range(world))
+    flags = ranks.any_of([rank == 0, rank == 1, True, False])
+    found = flags, ranks.any_of([]), ranks.total([rank, 10 * rank, -1]), ranks.total([2**40])
+    ranks.close()
+    return found
+
+
 def runtimes(rank: int, world: int, times: int) -> int:
     """Runs on each rank. File descriptors added by runtimes that were closed, with a step in each."""
     import torch
@@ -90,6 +101,10 @@ def test_a_group_is_used_again(two: Pool) -> None:
 
 def test_open_at_once(two: Pool) -> None:
     assert two.run(open_side_by_side, timeout=60) == [True, True]
+
+
+def test_flags_and_sums_over_all_ranks(two: Pool) -> None:
+    assert two.run(sums_and_flags, timeout=60) == [([True, True, True, False], [], [1, 10, -2], [2**41])] * 2
 
 
 def test_closed_runtimes_leave_no_files_open(two: Pool) -> None:
