@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from longstraw.pagers.stream import Request
 from longstraw.runtime.lockstep import Kind
 from longstraw.runtime.passes import ForwardPass, HeadRequest, Purpose
-from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.routers import RouterTally
 
 if TYPE_CHECKING:
@@ -46,7 +44,8 @@ def _run(engine: Engine, kind: Kind, checkpoint: bool, *, agreed: bool) -> None:
             entropy=replay.entropy,
         )
     purpose = _LEARNING.get(kind, Purpose.PROBE)
-    state = _nothing_captured(engine) if kind in _LEARNING else None
+    # A prompt of no tokens: there is nothing to read, and no gradient arrives.
+    state = engine.reserve("empty-pass", adapter.profile(), (), exact=False) if kind in _LEARNING else None
     # The last layer runs as in real passes.
     routed = kind in _LEARNING and adapter.profile().no_aux_loss is None
     routers = RouterTally([1], counting=False) if routed else None
@@ -58,20 +57,3 @@ def _run(engine: Engine, kind: Kind, checkpoint: bool, *, agreed: bool) -> None:
             with engine.lockstep.half(), engine.empty_ledger():
                 if out.requires_grad:
                     engine.sharding.backward(out, torch.zeros_like(out))
-
-
-def _nothing_captured(engine: Engine) -> PromptState:
-    """The state of a prompt of no tokens: there is nothing to read, and no gradient arrives."""
-    state = engine.reserve("empty-pass", engine.adapter.profile(), (), exact=False)
-    state.reads = _no_reads  # type: ignore[method-assign]
-    state.carried_gradient_read = _no_gradient  # type: ignore[method-assign]
-    return state
-
-
-def _no_reads(layer: int, name: str, rows: int) -> list[Request]:
-    assert rows == 0
-    return []
-
-
-def _no_gradient(layer: int, name: str, boundary: int) -> Request | None:
-    return None

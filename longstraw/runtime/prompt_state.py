@@ -163,16 +163,20 @@ class PromptState:
     def carried_gradient_read(self, layer: int, name: str, boundary: int) -> Request | None:
         """The gradient that reached the state after `boundary` tokens, or None."""
         segment = self._gradients.get((layer, name))
+        if segment is None:
+            return None
         row = self._gradient_row(boundary)
-        return None if segment is None else Request(segment, row, row + 1, Access.READ)
+        return Request(segment, row, row + 1, Access.READ)
 
     def carried_gradient_update(self, layer: int, name: str, boundary: int) -> Request | None:
         """The request that adds to it: branches share the last boundary, a chunk is alone at any other."""
         segment = self._gradients.get((layer, name))
+        if segment is None:
+            return None
         row = self._gradient_row(boundary)
         shared = self._boundaries[boundary] == len(self._boundaries) - 1
         access = Access.UPDATE if shared and self.gradients_started else Access.FILL
-        return None if segment is None else Request(segment, row, row + 1, access)
+        return Request(segment, row, row + 1, access)
 
     def _row(self, boundary: int) -> int:
         return self._boundaries[boundary] if self._exact else 0
