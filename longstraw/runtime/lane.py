@@ -96,9 +96,15 @@ class Lane:
                 what is trained, so divide by the group's size, not by the lane's.
 
         Raises:
+            TypeError: `loss` is no tensor.
             TransactionStateError: the lane was already used or is closed, or the loss does not depend on the lane.
         """
         self._require_live("lane.backward")
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"lane.backward: loss is a {type(loss).__name__}; give a scalar tensor (the losses of "
+                "longstraw.objectives have it as .loss)"
+            )
         if loss.numel() != 1:
             raise TransactionStateError(f"lane.backward: loss has shape {tuple(loss.shape)}; reduce it to a scalar")
         self._on_backward(self, loss)

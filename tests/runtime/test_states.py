@@ -15,6 +15,7 @@ import torch
 
 from longstraw import Runtime
 from longstraw.errors import TransactionStateError
+from longstraw.objectives import dpo_loss
 from tests.parity.models import (
     SMALL,
     assert_idle,
@@ -176,6 +177,16 @@ def test_losses_without_a_way_to_the_lane() -> None:
         (torch.zeros(2, requires_grad=True) * 2, "scalar"),
     ):
         with pytest.raises(TransactionStateError, match=text), runtime.transaction(GROUP.prompt) as txn:
+            for lane in txn.replay(GROUP.responses):
+                lane.backward(loss)
+    assert_idle(runtime)
+
+
+@pytest.mark.parametrize("loss", [1.0, None, dpo_loss])
+def test_a_loss_that_is_no_tensor(loss: Any) -> None:
+    runtime = Runtime(build(), SMALL)
+    with pytest.raises(TypeError, match=rf"lane\.backward: loss is a {type(loss).__name__}; .* have it as \.loss"):
+        with runtime.transaction(GROUP.prompt) as txn:
             for lane in txn.replay(GROUP.responses):
                 lane.backward(loss)
     assert_idle(runtime)
