@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
 import resource
 from pathlib import Path
 
 import psutil
 
+from longstraw.errors import CapacityError
 from longstraw.pagers.installed import uncounted_bytes
 from longstraw.resident.placement import format_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
 _CAP_IPC_LOCK = 14
+_MAP_LOCKED = 0x2000
 
 
 def free_host_bytes() -> int:
@@ -108,6 +111,16 @@ def describe_locked_limit() -> str:
         f"`ulimit -l` allows {format_bytes(limit)} of locked memory; raise it (ulimit -l unlimited, memlock in "
         "/etc/security/limits.conf, or --ulimit memlock=-1 for the container)"
     )
+
+
+def check_lockable(nbytes: int, what: str) -> None:
+    """Lock that many bytes, and let go of them. Raises CapacityError, with the limit, if the kernel refuses."""
+    try:
+        mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_LOCKED).close()
+    except OSError as cause:
+        raise CapacityError(
+            f"{what} need {format_bytes(nbytes)} more of locked memory ({cause}): {describe_locked_limit()}"
+        ) from cause
 
 
 def describe_host_limits() -> str:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
 import platform
+import subprocess
 import sys
 import types
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from longstraw.errors import ConfigError, PageLostError
-from longstraw.pagers import NvmePager
-from longstraw.pagers.engines import EngineSettings, choose, choose_engine, deepspeed, kvikio, measure
+from longstraw.errors import CapacityError, ConfigError, PageLostError
+from longstraw.pagers import NvmePager, limits
+from longstraw.pagers.engines import EngineSettings, choose, choose_engine, deepspeed, kvikio, measure, trial
 from longstraw.pagers.engines.measure import Rates
 from longstraw.pagers.engines.record import record_path
 from longstraw.pagers.spool import SpoolFile
@@ -84,6 +88,7 @@ class FakeCuFile:
 @pytest.fixture
 def fake_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "load_op", lambda: types.SimpleNamespace(aio_handle=FakeHandle))
+    monkeypatch.setattr(deepspeed, "try_apart", lambda path, settings, device: None)
 
 
 @pytest.fixture
@@ -240,7 +245,9 @@ def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_kvikio: dict
     assert chosen.engine.name == "posix"  # a twentieth is not worth it
     rates["kvikio"] = 3e9
     chosen = choose_engine("auto", file, SMALL, CPU, checksum=True)
-    assert (chosen.engine.name, chosen.why) == ("kvikio", "by a short probe: posix 2.00 GB/s, kvikio 3.00 GB/s")
+    figures = "by a short probe: posix 2.00 GB/s, kvikio 3.00 GB/s"
+    without = "; no deepspeed: its async_io is not built; engine: deepspeed builds it"
+    assert (chosen.engine.name, chosen.why) == ("kvikio", figures + without)
 
     engines = {"posix": {"read": 9e9, "write": 8e9}, "kvikio": {"read": 4e9, "write": 9e9}}
     record = {"version": 1, "machine": platform.node(), "disks": {str(tmp_path.resolve()): {"engines": engines}}}
@@ -248,7 +255,7 @@ def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_kvikio: dict
     record_path().write_text(json.dumps(record))
     chosen = choose_engine("auto", file, SMALL, CPU, checksum=True)
     assert chosen.engine.name == "posix"
-    assert chosen.why == "by the record of `longstraw probe`: posix 8.00 GB/s, kvikio 4.00 GB/s"
+    assert chosen.why == "by the record of `longstraw probe`: posix 8.00 GB/s, kvikio 4.00 GB/s" + without
     record_path().write_text(json.dumps(record | {"machine": "another"}))
     assert choose_engine("auto", file, SMALL, CPU, checksum=True).engine.name == "kvikio"
 
@@ -261,6 +268,148 @@ def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_kvikio: dict
     assert "no kvikio: kvikio is not installed" in chosen.why
     assert "no deepspeed" in chosen.why
     file.close()
+
+
+def test_auto_goes_on_without_a_deepspeed_that_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_deepspeed: None
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise ConfigError("tiers[i].engine: deepspeed was tried in a process of its own, which died by SIGSEGV")
+
+    monkeypatch.setattr(deepspeed, "is_built", lambda: True)
+    monkeypatch.setattr(deepspeed, "try_apart", refuse)
+    pager = NvmePager(tmp_path, 1 << 20, CPU, engine="auto", settings=SMALL)
+    assert pager.engine.name == "posix"
+    assert "no deepspeed: deepspeed was tried in a process of its own, which died by SIGSEGV" in pager.describe()
+    pager.close()
+    with pytest.raises(ConfigError, match="died by SIGSEGV"):
+        NvmePager(tmp_path, 1 << 20, CPU, engine="deepspeed", settings=SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_deepspeeds_handles_and_buffers_end_with_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_deepspeed: None
+) -> None:
+    """Neither a thread that outlives it nor a buffer that is kept holds one; memory that was freed is out of reach."""
+    made: list[weakref.ref[FakeHandle]] = []
+    freed: list[int] = []
+
+    class Counted(FakeHandle):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(weakref.ref(self))
+
+        def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+            freed.append(tensor.numel())
+            return True
+
+    monkeypatch.setattr(deepspeed, "load_op", lambda: types.SimpleNamespace(aio_handle=Counted))
+    file = SpoolFile(tmp_path)
+    file.grow(SMALL.block)
+    engine = deepspeed.DeepSpeedEngine(file, SMALL, CPU)
+    assert len(made) == SMALL.threads + 1
+    buffer = engine.make_buffer(SMALL.block)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: engine.write(buffer, 0, SMALL.block, 0), range(32)))
+        assert len(made) == SMALL.threads + 1
+        engine.close()
+        assert [handle() for handle in made] == [None] * len(made)
+    assert freed == [4096, SMALL.block]
+    assert buffer.memory.numel() == 0
+    buffer.close()
+    assert freed == [4096, SMALL.block]
+    file.close()
+
+
+def test_deepspeed_asks_before_it_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_deepspeed: None) -> None:
+    """Its own allocator ends the process, or returns a null pointer, where the kernel refuses."""
+    pager = NvmePager(tmp_path, 1 << 20, CPU, engine="deepspeed", settings=SMALL)
+
+    def refuse(*given: Any, **more: Any) -> Any:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(limits.mmap, "mmap", refuse)
+    monkeypatch.setattr(FakeHandle, "new_cpu_locked_tensor", lambda *given: pytest.fail("was asked all the same"))
+    with pytest.raises(CapacityError, match=r"buffers need 1.00 MiB more of locked memory .*`ulimit -l`"):
+        pager.engine.make_buffer(1 << 20)
+    monkeypatch.undo()
+    pager.close()
+
+
+FAKE_DEEPSPEED = """
+import os, signal, sys, types
+import torch
+
+class Handle:
+    def __init__(self, *given):
+        self.how = os.environ["FAKE_ASYNC_IO"]
+
+    def new_cpu_locked_tensor(self, n, like):
+        return torch.zeros(n + 4096, dtype=like.dtype)[:n]
+
+    def free_cpu_locked_tensor(self, tensor):
+        return True
+
+    def sync_pwrite(self, tensor, path, offset):
+        if self.how == "dies":
+            print("mlock failed to allocate", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        fd = os.open(path, os.O_WRONLY)
+        os.pwritev(fd, [memoryview(tensor.numpy())], offset + 4096 * (self.how == "lies" and offset > 0))
+        os.close(fd)
+        return 1
+
+    def sync_pread(self, tensor, path, offset):
+        fd = os.open(path, os.O_RDONLY)
+        os.preadv(fd, [memoryview(tensor.numpy())], offset)
+        os.close(fd)
+        return 1
+
+class AsyncIOBuilder:
+    def is_compatible(self, verbose):
+        return os.environ["FAKE_ASYNC_IO"] != "missing"
+
+    def load(self, verbose):
+        return types.SimpleNamespace(aio_handle=Handle)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("dies", r"which died by SIGSEGV, as this one would have \(.*mlock failed to allocate\); set engine to posix"),
+        ("lies", r"which ended with 1.*bytes \d+:\d+ of a block came back as others"),
+        ("missing", r"^tiers\[i\].engine: DeepSpeed's async_io cannot be built here"),
+        ("works", None),
+    ],
+)
+def test_trial_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, told: str | None
+) -> None:
+    package, disk = tmp_path / "packages" / "deepspeed" / "ops", tmp_path / "disk"
+    package.mkdir(parents=True)
+    disk.mkdir()
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "op_builder.py").write_text(FAKE_DEEPSPEED)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.setenv("FAKE_ASYNC_IO", how)
+    monkeypatch.setattr(trial, "_passed", set())
+    if told is None:
+        trial.try_apart(disk, SMALL, CPU)
+        monkeypatch.setattr(subprocess, "run", lambda *given, **more: pytest.fail("tried a second time"))
+        trial.try_apart(disk, SMALL, CPU)
+    else:
+        with pytest.raises(ConfigError, match=told):
+            trial.try_apart(disk, SMALL, CPU)
+    assert list(disk.iterdir()) == []
+
+
+def test_a_trial_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_passed", set())
+    monkeypatch.setattr(trial, "PATIENCE_SECONDS", 0.05)
+    with pytest.raises(ConfigError, match="had not ended after 0 s; set engine to posix"):
+        trial.try_apart(tmp_path, SMALL, CPU)
 
 
 def test_measure(tmp_path: Path) -> None:

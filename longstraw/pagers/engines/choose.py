@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from longstraw.config import AUTO
-from longstraw.errors import ConfigError
+from longstraw.errors import CapacityError, ConfigError
 from longstraw.pagers.engines import deepspeed
 from longstraw.pagers.engines.deepspeed import DeepSpeedEngine
 from longstraw.pagers.engines.kvikio import KvikioEngine
@@ -42,7 +42,8 @@ def choose_engine(
     `auto` takes posix unless another is a tenth faster, by the record of `longstraw probe` for this disk or, without
     one, by a probe of a third of a second each; it looks only at those that can work without compiling anything.
 
-    Raises ConfigError if the one that is named cannot work here, with the reason.
+    Raises ConfigError if the one that is named cannot work here, with the reason, and CapacityError if it cannot have
+    its buffers.
     """
     # The configuration refuses what would leave this False.
     assert checksum or wish != "deepspeed", "deepspeed's failed writes would pass unseen"
@@ -54,7 +55,7 @@ def choose_engine(
 def make_engine(wish: EngineName, file: SpoolFile, settings: EngineSettings, device: torch.device) -> DiskEngine:
     """The engine of that name. Raises ConfigError if it cannot work here."""
     if wish == "deepspeed":
-        return DeepSpeedEngine(file, settings)
+        return DeepSpeedEngine(file, settings, device)
     if wish == "kvikio":
         return KvikioEngine(file, settings, device)
     return PosixEngine(file, device)
@@ -72,19 +73,20 @@ def engines_here(
     elif not deepspeed.is_built():
         refused["deepspeed"] = "its async_io is not built; engine: deepspeed builds it"
     else:
-        others["deepspeed"] = lambda: DeepSpeedEngine(file, settings)
+        others["deepspeed"] = lambda: DeepSpeedEngine(file, settings, device)
     for name, make in others.items():
         try:
             made[name] = make()
-        except ConfigError as refusal:
+        except (ConfigError, CapacityError) as refusal:
             refused[name] = str(refusal).removeprefix("tiers[i].engine: ")
     return made, refused
 
 
 def _fastest(file: SpoolFile, settings: EngineSettings, device: torch.device, checksum: bool) -> Chosen:
     made, refused = engines_here(file, settings, device, checksum=checksum)
+    without = [f"no {name}: {reason}" for name, reason in refused.items()]
     if len(made) == 1:
-        return Chosen(engine=made["posix"], why="; ".join(f"no {name}: {reason}" for name, reason in refused.items()))
+        return Chosen(engine=made["posix"], why="; ".join(without))
     rates, source = recorded_rates(file.path), "by the record of `longstraw probe`"
     if rates is None or not made.keys() <= rates.keys():
         file.grow(PROBE_BYTES)
@@ -96,7 +98,7 @@ def _fastest(file: SpoolFile, settings: EngineSettings, device: torch.device, ch
         if name != best:
             engine.close()
     figures = ", ".join(f"{name} {rates[name] / 1e9:.2f} GB/s" for name in made)
-    return Chosen(engine=made[best], why=f"{source}: {figures}")
+    return Chosen(engine=made[best], why="; ".join([f"{source}: {figures}", *without]))
 
 
 def _best(rates: Mapping[str, float]) -> str:

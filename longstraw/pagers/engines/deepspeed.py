@@ -1,4 +1,4 @@
-"""DeepSpeed's async_io handles (libaio), lent to one call at a time, with every result that they do not check checked."""
+"""DeepSpeed's async_io handles (libaio), lent to one call at a time; what they do not check of a result is checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class _LockedBuffer:
     """
 
     def __init__(self, handle: Any, nbytes: int, opened: set[_LockedBuffer]) -> None:
-        # DeepSpeed ends the process if it cannot lock, or goes on with a null pointer where it was built without asserts.
+        # If it cannot lock, DeepSpeed ends the process, or where it was built without asserts, goes on with a null
+        # pointer.
         check_lockable(nbytes, "tiers[i].engine: deepspeed's buffers")
         self._handle = handle
         self._whole = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -53,8 +54,8 @@ class DeepSpeedEngine:
     DeepSpeed waits for completions and does not look at what they say: a failed or short request passes for done. So
     the file's size is compared before a read, the number of completed operations after each, and the tier must have
     checksums, which tell a write that never arrived when it comes back. What it does look at, it asserts: a kernel that
-    lacks a call or grants no queue ends the process. So the same work is done in a process of its own first. The
-    handles open the file anew by its descriptor's path, with O_DIRECT.
+    lacks a call or grants no queue ends the process. So the same work is done in a process of its own first, unless
+    this one is `expendable`. The handles open the file anew by its descriptor's path, with O_DIRECT.
 
     Handles are made here and end in `close`, on its thread, or at exit before the interpreter is torn down: a process
     whose handle lived longer was seen not to end, and one that a thread owned would end inside that thread's own
@@ -67,7 +68,7 @@ class DeepSpeedEngine:
     name = "deepspeed"
 
     def __init__(
-        self, file: SpoolFile, settings: EngineSettings, device: torch.device, *, in_trial: bool = False
+        self, file: SpoolFile, settings: EngineSettings, device: torch.device, *, expendable: bool = False
     ) -> None:
         if not file.direct:
             raise ConfigError(
@@ -76,7 +77,7 @@ class DeepSpeedEngine:
         self._file = file
         self._settings = settings
         op = load_op()
-        if not in_trial:
+        if not expendable:
             try_apart(file.path, settings, device)
         # The first page-locks buffers and tries the file; the others are lent to operations.
         self._handles: list[Any] = [self._make_handle(op) for _ in range(settings.threads + 1)]
