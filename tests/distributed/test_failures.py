@@ -30,6 +30,7 @@ WRAPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ddp": (ddp, {}),
     "fsdp2": (fsdp2, {}),
     "each_pass": (fsdp2, {"gradient": {"reduce": "each_pass"}}),
+    "zero-1": (functools.partial(zero, stage=1), {}),
     "zero-2": (functools.partial(zero, stage=2), {}),
     "zero-3": (functools.partial(zero, stage=3), {}),
 }

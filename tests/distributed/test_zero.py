@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,16 @@ from longstraw.errors import (
 )
 from longstraw.pagers.engines.deepspeed import is_built
 from tests.distributed.pool import Pool
-from tests.distributed.steps import KINDS, build_kind, compare_training, groups_of, paged_groups
+from tests.distributed.steps import (
+    KINDS,
+    UNEQUAL,
+    build_kind,
+    compare_training,
+    groups_of,
+    paged_groups,
+    plain_training,
+    relative,
+)
 from tests.distributed.test_lockstep import ONE_IDLE, reference_scores
 from tests.distributed.test_parity import CHECKPOINTED, check, check_kind
 from tests.distributed.wraps import zero
@@ -128,6 +138,31 @@ def bf16_sums(rank: int, world: int, stage: int) -> float:
 @STAGES
 def test_bfloat16_weights(two: Pool, stage: int) -> None:
     assert max(two.run(bf16_sums, stage)) < 0.05
+
+
+SCALE = 64
+
+
+def float16_losses(rank: int, world: int, stage: int) -> dict[str, float]:
+    """Relative errors of a step in float16: of the scaled gradient, and of what the optimizer added to its weights."""
+    narrow = build_kind("qwen3").half()
+    exact = copy.deepcopy(narrow).float()
+    before = {n: p.detach().clone() for n, p in exact.named_parameters()}
+    held = zero(narrow, stage=stage, loss_scale=SCALE)
+    paged_groups(Runtime(held.model, SMALL), groups_of(UNEQUAL, 0)[rank])
+    scaled = held.gradients()
+    held.step()
+    weights = held.weights()
+    gradient, want = plain_training(exact, UNEQUAL, 1)
+    added = relative({n: w - before[n] for n, w in weights.items()}, {n: w - before[n] for n, w in want.items()})
+    scaled_errors = relative(scaled, {n: SCALE * g for n, g in gradient.items()})
+    return {"gradient": max(scaled_errors.values()), "step": max(added.values())}
+
+
+@STAGES
+def test_float16_losses_are_scaled(two: Pool, stage: int) -> None:
+    for errors in two.run(float16_losses, stage):
+        assert max(errors.values()) < 0.02, errors
 
 
 def refusals(rank: int, world: int) -> list[str]:

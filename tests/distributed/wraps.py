@@ -66,11 +66,15 @@ def zero(
     *,
     stage: int,
     bf16: bool = False,
+    loss_scale: int = 0,
     offload: tuple[str, ...] = (),
     disk: str | None = None,
     accumulated: int = 1,
 ) -> Held:
-    """A DeepSpeed engine with torch's own optimizer. What is in `offload` lies on the host, or on `disk`."""
+    """A DeepSpeed engine with torch's own optimizer. What is in `offload` lies on the host, or on `disk`.
+
+    A `loss_scale` makes it one of float16.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
@@ -90,6 +94,7 @@ def zero(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": bf16},
+        "fp16": {"enabled": loss_scale > 0, "loss_scale": loss_scale},
     }
     engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)
     names = [name for name, _ in engine.module.named_parameters()]
