@@ -17,6 +17,7 @@ from longstraw import Runtime
 from longstraw.errors import CapacityError, ConfigError, PageLostError
 from longstraw.pagers import HostPager, StagingPool, arena, host
 from longstraw.runtime import tiers as tiers_module
+from tests.pagers.test_run_directory import crash, kill
 from tests.parity.models import assert_idle, assert_parity, build, make_group, plain_step, replay_group, settings
 from tests.runtime.faults import Entry, assert_undone
 
@@ -272,6 +273,18 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
         replay_group(txn, GROUP)
     assert_parity(first.model, first.reference)
     first.runtime.close()
+
+
+def test_a_run_after_one_that_was_killed_in_the_middle_of_a_spill(tmp_path: Path) -> None:
+    dead = crash(tmp_path, named=True)
+    kill(dead)
+    (left,) = tmp_path.iterdir()
+    assert (left / "pages").stat().st_size >= 8 << 20
+    bench = Bench(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    bench.assert_right()
+    bench.assert_right()
+    bench.runtime.close()
 
 
 def test_staging_exhausted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
