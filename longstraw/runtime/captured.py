@@ -126,6 +126,7 @@ class CapturedPrompt:
         engine = self._engine
         chunks = plan_chunks(len(self._prompt) - 1, self._chunk_tokens)
         phase = engine.lockstep.phase(Kind.SWEEP, len(chunks), checkpoint=self._checkpoint)
+        self._report.checkpoint_sweep = phase.checkpoint
         for start, stop in engine.progress("sweep", chunks[::-1]):
             forward = self._pass(Purpose.SWEEP, [stop - start], prefix_rows=start, checkpoint=phase.checkpoint)
             if self._routers is not None and forward.routers is not None:

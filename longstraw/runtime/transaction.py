@@ -207,7 +207,7 @@ class Transaction:
         group = None if self._routers is None else self._routers.group(branches)
         if len(pending) > 1:
             self._count(branches)
-        self.report.lane_tokens, self.report.checkpoint_replay = size.tokens, size.checkpoint
+        self.report.lane_tokens = size.tokens
         while pending:
             # Of another `replay`, whose lanes are asked for in turn with these.
             self._settle_lane()
@@ -219,6 +219,7 @@ class Transaction:
                         self._phase = self._engine.lockstep.phase(
                             Kind.REPLAY, len(pending) + 1, checkpoint=size.checkpoint
                         )
+                        self.report.checkpoint_replay = self._phase.checkpoint
                     with self._phase.forward():
                         lane = self._open_lane(indices, branches, group, self._phase.checkpoint)
             except Exception as error:
@@ -377,7 +378,7 @@ class Transaction:
         if self._engine.lockstep.collective and self._phase is not None:
             with self._phase.backward(), self._engine.empty_ledger(), self._engine.adapter.active(forward):
                 self._engine.sharding.backward(packed, torch.zeros_like(packed))
-            self._captured.state.gradients_started = True
+            # Zeros on gradient pages are no gradient: the next lane overwrites them, and without one nothing is swept.
 
     def _require(self, call: str, *states: TransactionState) -> None:
         if self.state not in states:

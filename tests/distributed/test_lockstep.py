@@ -193,6 +193,44 @@ def test_a_step_between_capture_and_replay(two: Pool, wrap: Any) -> None:
     assert all("1 optimizer step(s) since the prompt was captured" in text for text in two.run(stale, wrap))
 
 
+def one_checkpoints(rank: int, world: int) -> tuple[float, bool, bool]:
+    """Rank 0 wants its passes checkpointed. The largest error of a gradient, and what the report says."""
+    model = build_kind("qwen3")
+    reference = copy.deepcopy(model)
+    held = fsdp2(model)
+    runtime = Runtime(held.model, SMALL | {"replay": {"lane_tokens": 14, "checkpoint": rank == 0}})
+    groups = [make_group(61, (7, 1, 12, 5), seed=3), make_group(20, (3, 3), seed=4)]
+    with runtime.transaction(groups[rank].prompt) as txn:
+        replay_group(txn, groups[rank])
+    plain_step(reference, groups)
+    expected = {name: p.grad / world for name, p in reference.named_parameters()}
+    errors = relative(held.gradients(), expected)
+    return max(errors.values()), txn.report.checkpoint_replay, txn.report.checkpoint_sweep
+
+
+def test_one_rank_that_checkpoints_makes_all_do_so(two: Pool) -> None:
+    for error, replay, sweep in two.run(one_checkpoints):
+        assert error <= 1e-5
+        assert (replay, sweep) == (True, True)
+
+
+def all_skipped(rank: int, world: int, mode: str) -> set[str]:
+    """Names of the parameters with a gradient, zero or not, of a step in which every lane of every rank was skipped."""
+    held = fsdp2(build_kind("qwen3"))
+    runtime = Runtime(held.model, SMALL | {"gradient": {"prompt": mode}})
+    group = make_group((61, 20)[rank], (7, 1, 12, 5), seed=3)
+    with runtime.transaction(group.prompt) as txn:
+        for lane in txn.replay(group.responses):
+            lane.skip()
+    return {name for name, p in held.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("mode", ["exact", "detached"])
+def test_a_step_of_skipped_lanes_has_no_gradient(two: Pool, mode: str) -> None:
+    """An optimizer would decay weights whose gradient is zero, and leaves alone those that have none."""
+    assert two.run(all_skipped, mode) == [set(), set()]
+
+
 def sharded_reference(rank: int, world: int) -> bool:
     """A reference policy that is a sharded model of its own, scored by every rank, twice."""
     plain = build_kind("qwen3", seed=5)
