@@ -436,6 +436,43 @@ def test_the_real_deepspeed(tmp_path: Path) -> None:
     pager.close()
 
 
+WITHOUT_PGETEVENTS = """
+import ctypes, struct, sys
+from pathlib import Path
+
+# Load the call's number; if it is io_pgetevents, ENOSYS; else go on.
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 333), (0x06, 0, 0, 0x00050000 | 38), (0x06, 0, 0, 0x7FFF0000)]
+program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+
+class Filter(ctypes.Structure):
+    _fields_ = [("len", ctypes.c_ushort), ("steps", ctypes.c_void_p)]
+
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
+assert libc.prctl(22, 2, ctypes.byref(Filter(4, ctypes.addressof(program))), 0, 0) == 0
+
+import torch
+from longstraw.errors import ConfigError
+from longstraw.pagers import NvmePager
+
+try:
+    NvmePager(Path(sys.argv[1]), 1 << 24, torch.device("cpu"), engine="deepspeed")
+except ConfigError as refusal:
+    print(refusal)
+"""
+
+
+@pytest.mark.skipif(not deepspeed.is_built(), reason="DeepSpeed's async_io is not built here")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter has this machine's call numbers")
+def test_the_real_deepspeed_on_a_kernel_without_its_call(tmp_path: Path) -> None:
+    """It aborts its process there: seen with a filter, and so by whoever runs in a sandbox with a kernel of its own."""
+    command = [sys.executable, "-c", WITHOUT_PGETEVENTS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "died by SIGABRT, as this one would have (the kernel has no io_pgetevents" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(importlib.util.find_spec("kvikio") is None, reason="kvikio is not installed")
 @pytest.mark.parametrize("checksum", [True, False])
