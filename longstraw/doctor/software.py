@@ -18,6 +18,7 @@ from longstraw.errors import UnsupportedModelError
 from longstraw.kernels.gated_delta.choose import choose_rule
 from longstraw.pagers.engines.deepspeed import is_built
 from longstraw.pagers.engines.kvikio import DRIVER
+from longstraw.pagers.engines.trial import NO_PGETEVENTS, lacks_pgetevents
 
 _TORCH = ((2, 11), (2, 14))
 _PYTHON = ((3, 11), (3, 13))
@@ -76,6 +77,12 @@ def _async_io() -> Finding:
     """DeepSpeed's op for files: of engine deepspeed, and of ZeRO's offload to a disk."""
     if importlib.util.find_spec("deepspeed") is None:
         return note("async_io", "DeepSpeed is not installed", "pip install 'longstraw[deepspeed]'")
+    if is_built() and lacks_pgetevents():
+        return note(
+            "async_io",
+            f"DeepSpeed's async_io is built, but {NO_PGETEVENTS}: it aborts every process that uses it",
+            "leave engine to auto or posix, and ZeRO's offload to device: cpu",
+        )
     if is_built():
         return good("async_io", "DeepSpeed's async_io is built: ZeRO can offload to a disk")
     missing = [name for name, there in (("g++", shutil.which("g++")), ("libaio.h", _has_headers())) if not there]

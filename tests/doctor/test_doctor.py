@@ -71,7 +71,10 @@ def test_what_async_io_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software.shutil, "which", lambda name: "/usr/bin/g++")
     assert "AsyncIOBuilder().load()" in software._async_io().fix
     monkeypatch.setattr(software, "is_built", lambda: True)
+    monkeypatch.setattr(software, "lacks_pgetevents", lambda: False)
     assert software._async_io().level is Level.GOOD
+    monkeypatch.setattr(software, "lacks_pgetevents", lambda: True)
+    assert "no io_pgetevents" in software._async_io().text
 
 
 def test_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

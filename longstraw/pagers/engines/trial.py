@@ -22,7 +22,7 @@ from longstraw.pagers.spool import SECTOR, SpoolFile
 PATIENCE_SECONDS = 600.0
 """Starting Python and torch on a busy machine takes long; a trial that hangs must end all the same."""
 _REFUSED = 3
-_MISSING = "the kernel has no io_pgetevents, or the container forbids it"
+NO_PGETEVENTS = "the kernel has no io_pgetevents, or the container forbids it"
 _PGETEVENTS = {"x86_64": 333, "aarch64": 292}
 _passed: set[tuple[int, EngineSettings, str]] = set()
 
@@ -63,14 +63,14 @@ def try_apart(path: Path, settings: EngineSettings, device: torch.device) -> Non
     else:
         how = f"ended with {done.returncode}"
         said = said[-1:]
-    reasons = "; ".join([*([_MISSING] if _lacks_pgetevents() else []), *said]) or "it said nothing"
+    reasons = "; ".join([*([NO_PGETEVENTS] if lacks_pgetevents() else []), *said]) or "it said nothing"
     raise ConfigError(
         f"tiers[i].engine: deepspeed was tried in a process of its own, which {how}, as this one would have "
         f"({reasons}); set engine to posix"
     )
 
 
-def _lacks_pgetevents() -> bool:
+def lacks_pgetevents() -> bool:
     """Whether the call by which DeepSpeed waits is refused as such; a kernel that has it calls these arguments bad."""
     number = _PGETEVENTS.get(platform.machine())
     if number is None:
