@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -40,6 +41,35 @@ class RowBlock:
 
     rows_TC: Tensor
     gradient: RowGradient | None = None
+
+
+class KeptOutput(Protocol):
+    """Where a layer's output is held from its first run to its recomputation."""
+
+    def kept_output(self) -> tuple[Tensor, Tensor] | None:
+        """The layer's output and log-sum-exp if they are already known (a recomputation), else None."""
+        ...
+
+    def keep_output(self, out: Tensor, lse: Tensor) -> None:
+        """Told of the output that was just computed, in the shape of the layer's kernel, and its log-sum-exp."""
+        ...
+
+
+class PrefixPages(KeptOutput, Protocol):
+    """A layer's view of the pages of a token state for one pass. Blocks come in token order, each valid until the next
+    is asked for."""
+
+    def forward_blocks(self) -> Generator[RowBlock]:
+        """The prefix's blocks, without gradients."""
+        ...
+
+    def backward_blocks(self) -> Generator[RowBlock]:
+        """The prefix's blocks again, with where their gradients go (or None)."""
+        ...
+
+    def own_gradient(self) -> Generator[Tensor]:
+        """The gradient [S, C] that later tokens sent to this pass's own rows: one or none."""
+        ...
 
 
 def branch_rows(lengths: Sequence[int]) -> list[slice]:

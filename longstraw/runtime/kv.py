@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 from torch import Tensor
 
 from longstraw.kernels.attention import choose_ops, keep_state_only, kv_views, paged_attention
 from longstraw.kernels.attention.merge import merge_dtype
-from longstraw.kernels.rows import RowBlock
 from longstraw.resident.state import Field, StateKind
 from longstraw.runtime.layer_io import LayerIO
 from longstraw.runtime.layer_spec import LayerSpec, StateSpec
 from longstraw.runtime.passes import ForwardPass
+from longstraw.runtime.token_pages import TokenPages
 
 KV, OUT, LSE = "kv", "attention_out", "attention_lse"
 
@@ -76,31 +74,27 @@ def attend(
     return out
 
 
-class KvPages:
-    """`PrefixPages` over a layer's pages."""
+class KvPages(TokenPages):
+    """Pages of keys and values, and of the layer's outputs where those are kept for the sweep.
+
+    Attributes:
+        computed: the output and its log-sum-exp, once they are.
+    """
+
+    computed: tuple[Tensor, Tensor]
 
     def __init__(self, io: LayerIO) -> None:
-        self._io = io
-        self.computed: tuple[Tensor, Tensor]
-
-    def forward_blocks(self) -> Generator[RowBlock]:
-        return self._io.blocks(KV)
-
-    def backward_blocks(self) -> Generator[RowBlock]:
-        return self._io.blocks_with_gradient(KV)
-
-    def own_gradient(self) -> Generator[Tensor]:
-        return self._io.own_gradient(KV)
+        super().__init__(io, KV)
 
     def kept_output(self) -> tuple[Tensor, Tensor] | None:
-        kept: tuple[Tensor, Tensor] | None = self._io.kept("attention")
+        kept = super().kept_output()
         if kept is not None or not (self._io.is_sweep and self._io.keeps_output):
             return kept
         out_SHD = self._io.read_output(OUT).unflatten(1, self._io.spec.spec(OUT).fields[0].shape)
         known = out_SHD.transpose(0, 1)[None], self._io.read_output(LSE).T[None].contiguous()
-        self._io.keep("attention", known)
+        super().keep_output(*known)
         return known
 
-    def keep_output(self, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
-        self.computed = (out_BHSD, lse_BHS)
-        self._io.keep("attention", self.computed)
+    def keep_output(self, out: Tensor, lse: Tensor) -> None:
+        self.computed = (out, lse)
+        super().keep_output(out, lse)

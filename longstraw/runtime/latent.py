@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 from torch import Tensor
 
 from longstraw.kernels.latent import latent_attention, latent_state_only
-from longstraw.kernels.rows import RowBlock
 from longstraw.resident.state import Field, StateKind
-from longstraw.runtime.layer_io import LayerIO
 from longstraw.runtime.layer_spec import LayerSpec, StateSpec
 from longstraw.runtime.passes import ForwardPass
 from longstraw.runtime.selection import INDEX, Index, index_spec, select, selection_bytes
+from longstraw.runtime.token_pages import TokenPages
 
 LATENT = "latent"
 
@@ -57,7 +54,7 @@ def attend(
         [S, num_heads, value_dim].
     """
     io = forward.layer(latent_spec(layer, q_SHC, rows_SC, value_dim, index))
-    pages = _LatentPages(io)
+    pages = TokenPages(io, LATENT)
     if io.output_unused:
         out = latent_state_only(q_SHC, rows_SC, pages, value_dim=value_dim)
     else:
@@ -70,25 +67,3 @@ def attend(
         io.fill(INDEX, lambda into_SD: into_SD.copy_(keys_SD))
     io.fill(LATENT, lambda into_SC: into_SC.copy_(rows_SC.detach()))
     return out
-
-
-class _LatentPages:
-    """`LatentPages` over a layer's pages."""
-
-    def __init__(self, io: LayerIO) -> None:
-        self._io = io
-
-    def forward_blocks(self) -> Generator[RowBlock]:
-        return self._io.blocks(LATENT)
-
-    def backward_blocks(self) -> Generator[RowBlock]:
-        return self._io.blocks_with_gradient(LATENT)
-
-    def own_gradient(self) -> Generator[Tensor]:
-        return self._io.own_gradient(LATENT)
-
-    def kept_output(self) -> tuple[Tensor, Tensor] | None:
-        return self._io.kept("attention")
-
-    def keep_output(self, out_SHV: Tensor, lse_SH: Tensor) -> None:
-        self._io.keep("attention", (out_SHV, lse_SH))

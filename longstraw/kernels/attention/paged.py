@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,31 +14,7 @@ from longstraw.kernels.attention.ops import AttentionOps
 from longstraw.kernels.attention.queries import QueryGradient
 from longstraw.kernels.attention.rows import add_kv_gradient, kv_views
 from longstraw.kernels.attention.running import PartialMerge
-from longstraw.kernels.rows import RowBlock
-
-
-class PrefixPages(Protocol):
-    """A layer's view of the pages for one pass. Blocks come in token order, each valid until the next is asked for."""
-
-    def forward_blocks(self) -> Generator[RowBlock]:
-        """The prefix's blocks, without gradients."""
-        ...
-
-    def backward_blocks(self) -> Generator[RowBlock]:
-        """The prefix's blocks again, with where their gradients go (or None)."""
-        ...
-
-    def own_gradient(self) -> Generator[Tensor]:
-        """The gradient [S, 2 * num_kv_heads * head_dim] that later tokens sent to this pass's own rows: one or none."""
-        ...
-
-    def kept_output(self) -> tuple[Tensor, Tensor] | None:
-        """This layer's output and log-sum-exp if they are already known (a recomputation), else None."""
-        ...
-
-    def keep_output(self, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
-        """Told of the output that was just computed."""
-        ...
+from longstraw.kernels.rows import PrefixPages
 
 
 def paged_attention(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,31 +12,7 @@ from torch import Tensor
 from longstraw.kernels.latent.dense import attend_rows, attend_rows_backward
 from longstraw.kernels.latent.merge import RunningOutput
 from longstraw.kernels.latent.sparse import attend_selected, attend_selected_backward
-from longstraw.kernels.rows import RowBlock, branch_rows
-
-
-class LatentPages(Protocol):
-    """A layer's view of its latent pages for one pass. Blocks come in token order."""
-
-    def forward_blocks(self) -> Generator[RowBlock]:
-        """The prefix's blocks, without gradients."""
-        ...
-
-    def backward_blocks(self) -> Generator[RowBlock]:
-        """The prefix's blocks again, with where their gradients go (or None)."""
-        ...
-
-    def own_gradient(self) -> Generator[Tensor]:
-        """The gradient [S, C] that later tokens sent to this pass's own rows: one or none."""
-        ...
-
-    def kept_output(self) -> tuple[Tensor, Tensor] | None:
-        """This layer's output and log-sum-exp if they are already known (a recomputation), else None."""
-        ...
-
-    def keep_output(self, out_SHV: Tensor, lse_SH: Tensor) -> None:
-        """Told of the output that was just computed."""
-        ...
+from longstraw.kernels.rows import PrefixPages, branch_rows
 
 
 def latent_attention(
@@ -44,7 +20,7 @@ def latent_attention(
     own_SC: Tensor,
     *,
     lengths: Sequence[int],
-    pages: LatentPages,
+    pages: PrefixPages,
     value_dim: int,
     scale: float,
     selection_SK: Tensor | None = None,
@@ -73,7 +49,7 @@ def latent_attention(
     return _PagedLatent.apply(q_SHC, own_SC, selection_SK, tuple(lengths), pages, value_dim, scale)
 
 
-def latent_state_only(q_SHC: Tensor, own_SC: Tensor, pages: LatentPages, *, value_dim: int) -> Tensor:
+def latent_state_only(q_SHC: Tensor, own_SC: Tensor, pages: PrefixPages, *, value_dim: int) -> Tensor:
     """The attention of a layer whose output nobody reads: zeros out, while the rows still receive their gradient."""
     return _StateOnly.apply(q_SHC, own_SC, pages, value_dim)
 
@@ -86,7 +62,7 @@ class _PagedLatent(torch.autograd.Function):
         own: Tensor,
         selection: Tensor | None,
         lengths: tuple[int, ...],
-        pages: LatentPages,
+        pages: PrefixPages,
         value_dim: int,
         scale: float,
     ) -> Tensor:
@@ -193,7 +169,7 @@ def _attend(
 
 class _StateOnly(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, own: Tensor, pages: LatentPages, value_dim: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, own: Tensor, pages: PrefixPages, value_dim: int) -> Tensor:
         ctx.pages, ctx.like = pages, (own.shape, own.dtype, own.device)
         return q.new_zeros(*q.shape[:2], value_dim)
 
@@ -205,7 +181,7 @@ class _StateOnly(torch.autograd.Function):
         return None, down, None, None
 
 
-def _add_own_gradient(pages: LatentPages, down: Tensor) -> None:
+def _add_own_gradient(pages: PrefixPages, down: Tensor) -> None:
     with closing(pages.own_gradient()) as gradients:
         for rows_SC in gradients:
             down += rows_SC

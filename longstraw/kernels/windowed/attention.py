@@ -10,12 +10,12 @@ from torch import Tensor
 
 from longstraw.kernels.attention.merge import merge_dtype, sink_gradient
 from longstraw.kernels.attention.running import PartialMerge
-from longstraw.kernels.rows import branch_rows
+from longstraw.kernels.rows import KeptOutput, branch_rows
 from longstraw.kernels.windowed.ops import WindowOps
 from longstraw.kernels.windowed.slide import Slide
 
 
-class WindowState(Protocol):
+class WindowState(KeptOutput, Protocol):
     """A layer's window in one pass: the last W - 1 tokens before it, and what becomes of their gradient."""
 
     @property
@@ -30,14 +30,6 @@ class WindowState(Protocol):
 
     def add_gradient(self, dk_BKTD: Tensor, dv_BKTD: Tensor) -> None:
         """Takes the gradient of the window's rows, [1, num_kv_heads, slide.before, head_dim] each; once a backward."""
-        ...
-
-    def kept_output(self) -> tuple[Tensor, Tensor] | None:
-        """This layer's output and log-sum-exp if they are already known (a recomputation), else None."""
-        ...
-
-    def keep_output(self, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
-        """Told of the output that was just computed."""
         ...
 
 
