@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import peft
 import pytest
 import torch
 from packaging import version
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from longstraw import Runtime
@@ -57,6 +60,43 @@ def test_the_base_of_a_peft_model() -> None:
     adapted = runtime.score(GROUP.prompt, GROUP.responses)
     assert_close(adapted, plain(model))
     assert max(float((a - b).abs().max()) for a, b in zip(found, adapted, strict=True)) > 0.01
+
+
+def native_lora() -> Any:
+    """As transformers' own `add_adapter` makes it, which asks for a newer PEFT."""
+    model = build("llama")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    model._hf_peft_config_loaded = True
+    return model
+
+
+@pytest.mark.parametrize("make", [lambda: add_lora(build("llama")), native_lora], ids=["peft", "transformers"])
+def test_frozen_adapters_stay_frozen(make: Callable[[], Any]) -> None:
+    model = make()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name and "layers.1" in name)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert 0 < sum(before.values()) < sum("lora_" in name for name in before)
+    runtime = Runtime(model, SMALL)
+    with runtime.transaction(GROUP.prompt) as txn:
+        runtime.score(GROUP.prompt, GROUP.responses, adapter=None)
+        replay_group(txn, GROUP)
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
+    assert {name for name, gradient in gradients(model).items() if gradient is not None} == {
+        name for name, trained in before.items() if trained
+    }
+
+
+@pytest.mark.parametrize("make", [lambda: add_lora(build("llama")), native_lora], ids=["peft", "transformers"])
+def test_disabled_adapters_stay_disabled(make: Callable[[], Any]) -> None:
+    model = make()
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    runtime = Runtime(model, SMALL)
+    assert_close(runtime.score(GROUP.prompt, GROUP.responses, adapter=None), plain(model))
+    assert all(layer.disable_adapters for layer in layers)
 
 
 @pytest.mark.parametrize("when", ["captured", "replaying"])

@@ -219,17 +219,31 @@ class TransformersAdapter:
 
     @contextmanager
     def _disabled_adapters(self) -> Iterator[None]:
-        self._base.disable_adapters()
+        layers = [m for m in self._base.modules() if checks.is_tuner_layer(m) and not m.disable_adapters]
+        for layer in layers:
+            layer.enable_adapters(False)  # type: ignore[operator]
         try:
             yield
         finally:
-            self._base.enable_adapters()
+            for layer in layers:
+                layer.enable_adapters(True)  # type: ignore[operator]
+
+    @contextmanager
+    def _freezes_kept(self, reference: AbstractContextManager[None]) -> Iterator[None]:
+        """PEFT freezes the adapters that it disables, and would then train all of them, frozen before or not."""
+        before = {name: parameter.requires_grad for name, parameter in self._model.named_parameters()}
+        try:
+            with reference:
+                yield
+        finally:
+            for name, parameter in self._model.named_parameters():
+                parameter.requires_grad_(before[name])
 
     def reference(self) -> AbstractContextManager[None]:
         if hasattr(self._model, "disable_adapter"):
-            return self._model.disable_adapter()  # type: ignore[operator, no-any-return]
+            return self._freezes_kept(self._model.disable_adapter())  # type: ignore[operator]
         if getattr(self._base, "_hf_peft_config_loaded", False):
-            return self._disabled_adapters()
+            return self._freezes_kept(self._disabled_adapters())
         raise TransactionStateError("adapter=None: the model has no PEFT adapters to leave out; give model=ref_model")
 
 

@@ -202,12 +202,17 @@ def single_device(model: nn.Module) -> torch.device:
     return device
 
 
+def is_tuner_layer(module: nn.Module) -> bool:
+    """Whether it is a layer of PEFT's that holds adapters: a property of its has the name of a method of transformers'
+    models."""
+    return isinstance(getattr(type(module), "disable_adapters", None), property)
+
+
 def adapter_state(model: nn.Module) -> Hashable:
     """Which adapters act in each layer and how strongly: PEFT's own attributes of its tuner layers."""
     states: list[Hashable] = []
     for name, module in model.named_modules():
-        # A tuner layer's are properties; transformers' models have methods of these names.
-        if isinstance(getattr(type(module), "disable_adapters", None), property):
+        if is_tuner_layer(module):
             scaling = getattr(module, "scaling", None)
             states.append(
                 (
