@@ -110,6 +110,13 @@ def test_gradients_of_accumulate_arrive_at_its_end() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_transformers_own_checkpointing_is_off_within_and_on_behind() -> None:
+    model = build("llama")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    check_parity(model, [make_group()])
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.9])
 @pytest.mark.parametrize("block", [3, 1024])
 def test_temperature_and_entropy(temperature: float, block: int) -> None:
