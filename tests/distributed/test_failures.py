@@ -37,6 +37,10 @@ WRAPS: dict[str, tuple[Any, dict[str, Any]]] = {
 BY_WRAP = pytest.mark.parametrize("wrap", WRAPS)
 
 
+MANY = 100
+"""Prompts that take longer than a rank may go on after another has failed."""
+
+
 class Mistake(Exception):
     """The user's own."""
 
@@ -103,6 +107,35 @@ def test_a_rank_fails(two: Pool, wrap: str, where: str) -> None:
         assert one["unchanged"], "a gradient was touched"
         assert one["pages"] == 0
         assert one["error"] <= 1e-5
+
+
+def work_on(rank: int, world: int, wrap: str) -> tuple[int, str]:
+    """Rank 1 fails at once, while rank 0 has prompts enough for half a minute. Returns how many it began."""
+    function, config = WRAPS[wrap]
+    held = function(build_kind("qwen3"))
+    runtime = Runtime(held.model, SMALL | config)
+    group = groups_of(UNEQUAL, 0)[rank][0]
+    begun = 0
+    dist.barrier()
+    try:
+        with runtime.accumulate():
+            if rank == 1:
+                raise Mistake("of rank 1")
+            for _ in range(MANY):
+                begun += 1
+                with runtime.transaction(group.prompt) as txn:
+                    replay_group(txn, group)
+                time.sleep(0.3)
+    except (Mistake, RankFailedError) as error:
+        return begun, f"{type(error).__name__}: {error}"
+    return begun, "nothing was raised"
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "zero-1", "zero-2"])
+def test_ranks_without_collectives_hear_of_a_failure_before_their_work_is_done(two: Pool, wrap: str) -> None:
+    (begun, raised), _ = two.run(work_on, wrap)
+    assert raised.startswith("RankFailedError: rank 1 failed")
+    assert begun < MANY
 
 
 def swallow(rank: int, world: int, wrap: str) -> tuple[str, str]:
