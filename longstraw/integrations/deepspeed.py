@@ -117,7 +117,9 @@ class DeepSpeedSharding(PlainSharding):
         assert self.ranks is not None
         sums = dict(sums)
         leaves = self.leaves()
-        used = self.ranks.any_of([leaf in sums for leaf in leaves])
+        # ZeRO-3 would step once more with the last gradient that it was handed of a weight that no pass used.
+        every = self._stage == 3
+        used = self.ranks.any_of([every or leaf in sums for leaf in leaves])
         self.begin_gradients()
         with CollectiveMeter(self.tally):
             self._hand_over(leaves, used, sums)

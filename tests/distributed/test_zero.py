@@ -30,6 +30,7 @@ from tests.distributed.steps import (
     relative,
 )
 from tests.distributed.test_lockstep import ONE_IDLE, reference_scores
+from tests.distributed.test_parameters import MARK, marked_groups, marked_model
 from tests.distributed.test_parity import CHECKPOINTED, check, check_kind
 from tests.distributed.wraps import zero
 from tests.parity.models import SMALL, add_lora, make_group
@@ -186,3 +187,27 @@ def test_refused(two: Pool) -> None:
         assert "zero_optimization.stage to 1, 2 or 3" in found[0]
         assert "gradient_accumulation_steps: 2" in found[1]
         assert "each_pass would be ignored" in found[2]
+
+
+def used_once(rank: int, world: int, stage: int) -> list[float]:
+    """Norms of the gradient, by step, of a parameter that the first step's tokens meet and the others' do not."""
+    held = zero(marked_model(), stage=stage)
+    runtime = Runtime(held.model, SMALL)
+    found = []
+    for step in range(3):
+        groups = marked_groups(step)[rank]
+        for group in groups if step else []:
+            group.prompt.clamp_(max=MARK - 1)
+        paged_groups(runtime, groups)
+        gradient = held.gradients()["model.layers.0.mlp.late"]
+        assert gradient is not None
+        found.append(float(gradient.norm()))
+        held.step()
+    return found
+
+
+@STAGES
+def test_a_step_that_uses_a_parameter_no_more_does_not_repeat_its_last_gradient(two: Pool, stage: int) -> None:
+    for first, *later in two.run(used_once, stage):
+        assert first > 0
+        assert later == [0.0, 0.0]
