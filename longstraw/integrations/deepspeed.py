@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from longstraw.collectives import CollectiveMeter, Ranks
 from longstraw.errors import ConfigError, TransactionStateError, UnsupportedModelError
 from longstraw.integrations.plain import LossScale, PlainSharding, saved_buffers
+from longstraw.integrations.zero_order import ZeroOrder
 from longstraw.integrations.zero_traffic import ZeroTraffic
 from longstraw.runtime.ledger import sum_dtype
 from longstraw.runtime.sharding import WeightPrint
@@ -73,7 +74,9 @@ class DeepSpeedSharding(PlainSharding):
         self._group = engine.seq_data_parallel_group
         self.ranks = Ranks(dist.get_process_group_ranks(self._group))
         self._offloaded = self._stage == 3 and _is_offloaded(engine)
+        self._order: ZeroOrder | None = None
         if self._stage == 3:
+            self._order = ZeroOrder(engine, [p for _, p in self.parameters()])
             self._traffic = ZeroTraffic(engine.module, self.tally, replicas=self.ranks.size, offloaded=self._offloaded)
 
     @property
@@ -91,6 +94,18 @@ class DeepSpeedSharding(PlainSharding):
 
     def device(self) -> torch.device | None:
         return torch.device(self._engine.device)
+
+    def begin_pass(self) -> None:
+        if self._order is not None:
+            self._order.begin_pass()
+
+    @property
+    def rehearses(self) -> bool:  # type: ignore[override]
+        return self._order is not None and not self._order.recorded and bool(self.leaves())
+
+    def rehearse(self, out: Tensor) -> None:
+        assert self._order is not None
+        self._order.record(out, self.leaves(), self.backward)
 
     def begin_gradients(self) -> None:
         if self._collecting:
@@ -168,9 +183,11 @@ class DeepSpeedSharding(PlainSharding):
             # No gradient is there to be reduced; what is left of the passes is forgotten.
             self._end_gradients()
             self._engine.optimizer.zero_grad()
+        if self._order is not None:
+            self._order.let_go()
 
-    def storages(self) -> set[int]:
-        return set() if self._stage == 3 else super().storages()
+    def storages(self) -> Container[int]:
+        return super().storages() if self._order is None else self._order
 
     def gradient_bytes(self) -> int:
         return sum(_numel(leaf) * sum_dtype(leaf, wide=self._wide).itemsize for leaf in self.leaves())

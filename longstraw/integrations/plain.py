@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class PlainSharding:
     lockstep = False
     takes_gradients = False
     casts_outputs = False
+    rehearses = False
 
     def __init__(self, model: nn.Module, *, wide: bool, scale: LossScale | None = None) -> None:
         self.ranks: Ranks | None = None
@@ -56,7 +57,7 @@ class PlainSharding:
     def leaves(self) -> Sequence[nn.Parameter]:
         return [parameter for _, parameter in self.parameters() if parameter.requires_grad]
 
-    def storages(self) -> set[int]:
+    def storages(self) -> Container[int]:
         return {p.untyped_storage().data_ptr() for _, p in self.parameters()}
 
     def weights(self) -> tuple[WeightPrint, ...]:
@@ -68,6 +69,12 @@ class PlainSharding:
 
     def begin_step(self) -> None:
         pass
+
+    def begin_pass(self) -> None:
+        pass
+
+    def rehearse(self, out: Tensor) -> None:
+        raise NotImplementedError
 
     def begin_gradients(self) -> None:
         pass

@@ -32,35 +32,35 @@ class ZeroTraffic:
         handles: list[_Handle] = []
         weakref.finalize(self, _remove_all, handles)
         gone: set[int] = set()
-        counts = []
+        weights = [p for p in model.parameters() if hasattr(p, "ds_status")]
         for module in model.modules():
-            weights = [p for p in module._parameters.values() if p is not None and hasattr(p, "ds_status")]
-            if weights:
-                count = _Count(weights, tally, gone, replicas, offloaded)
-                counts.append(count)
+            # Inside of a leaf module, which is gathered as one, DeepSpeed knows no modules.
+            if hasattr(module, "ds_id"):
+                count = _Count(module, tally, gone, replicas, offloaded)
                 handles.append(module.register_forward_pre_hook(count.used))
                 # Behind DeepSpeed's own, which lets go; and in the backward ahead of it, which gathers.
                 handles.append(module.register_forward_hook(count.behind_forward))
 
         def begins(*_: Any) -> None:
-            for count in counts:
-                count.look()
+            _look(weights, gone)
 
         handles.append(model.register_forward_pre_hook(begins, prepend=True))
 
 
 class _Count:
-    def __init__(
-        self, weights: list[nn.Parameter], tally: Tally, gone: set[int], replicas: int, offloaded: bool
-    ) -> None:
-        self._weights: list[Any] = list(weights)
+    def __init__(self, module: nn.Module, tally: Tally, gone: set[int], replicas: int, offloaded: bool) -> None:
+        from deepspeed.utils import z3_leaf_module
+
+        self._module: Any = module
+        self._own: list[Any] = list(module.parameters(recurse=z3_leaf_module(module)))
         self._tally, self._gone, self._replicas, self._offloaded = tally, gone, replicas, offloaded
 
-    def look(self) -> None:
-        self._gone.update(weight.ds_id for weight in self._weights if weight.ds_status.name != "AVAILABLE")
+    def _weights(self) -> list[Any]:
+        # DeepSpeed adds what a module uses of one that is not called, as it meets it.
+        return [*self._own, *(weight for _, weight in self._module.ds_external_parameters())]
 
     def used(self, *_: Any) -> None:
-        for weight in self._weights:
+        for weight in self._weights():
             if weight.ds_id in self._gone:
                 self._gone.discard(weight.ds_id)
                 part = weight.ds_tensor.ds_numel * weight.ds_tensor.element_size()
@@ -69,10 +69,14 @@ class _Count:
                     self._tally.weights_to_device += part
 
     def behind_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.look()
+        _look(self._weights(), self._gone)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self.used)
+
+
+def _look(weights: list[Any], gone: set[int]) -> None:
+    gone.update(weight.ds_id for weight in weights if weight.ds_status.name != "AVAILABLE")
 
 
 def _remove_all(handles: list[_Handle]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -29,6 +29,7 @@ class Sharding(Protocol):
         lockstep: whether forward and backward passes run collectives, so that all ranks must make the same passes.
         takes_gradients: whether the framework's hooks take, or reduce, whole gradients that they find in `.grad`.
         casts_outputs: whether the framework casts floating outputs of the model to another dtype.
+        rehearses: whether the framework learns from the first pass that it sees, so that this should be `rehearse`'s.
         tally: what the framework's collectives, and this shim's, have carried so far.
         called: the module to call.
         inner: the model inside the framework's wrappers.
@@ -41,6 +42,10 @@ class Sharding(Protocol):
     lockstep: bool
     takes_gradients: bool
     casts_outputs: bool
+
+    @property
+    def rehearses(self) -> bool: ...
+
     tally: Tally
 
     @property
@@ -64,8 +69,8 @@ class Sharding(Protocol):
         """The leaves that require a gradient."""
         ...
 
-    def storages(self) -> set[int]:
-        """Addresses of the storages that hold parameters: what autograd saves of these costs nothing more."""
+    def storages(self) -> Container[int]:
+        """Addresses of the storages that hold parameters when asked: to save these costs autograd nothing more."""
         ...
 
     def weights(self) -> tuple[WeightPrint, ...]:
@@ -78,6 +83,14 @@ class Sharding(Protocol):
 
     def begin_step(self) -> None:
         """An optimizer step's first pass is about to run, on every rank."""
+        ...
+
+    def begin_pass(self) -> None:
+        """A forward pass is about to run."""
+        ...
+
+    def rehearse(self, out: Tensor) -> None:
+        """Go back through a pass of a few tokens that gave `out`, and leave no gradient. `active` is held around it."""
         ...
 
     def begin_gradients(self) -> None:

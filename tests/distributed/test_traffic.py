@@ -51,7 +51,7 @@ def a_step(
     for _ in range(2):
         seen = Tally()
         txn = runtime.transaction(group.prompt)
-        with CollectiveMeter(seen), _Unheard(seen, runtime), runtime.accumulate(), txn:
+        with CollectiveMeter(seen), Unheard(seen, runtime), runtime.accumulate(), txn:
             if score:
                 txn.score(group.responses)
             replay_group(txn, group)
@@ -65,7 +65,7 @@ def a_step(
     }  # fmt: skip
 
 
-class _Unheard:
+class Unheard:
     """Messages between ranks carry no tensors of the model's: a meter is not to see them."""
 
     def __init__(self, seen: Tally, runtime: Runtime) -> None:

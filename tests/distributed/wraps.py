@@ -70,10 +70,13 @@ def zero(
     offload: tuple[str, ...] = (),
     disk: str | None = None,
     accumulated: int = 1,
+    whole_layers: bool = False,
+    **settings: Any,
 ) -> Held:
     """A DeepSpeed engine with torch's own optimizer. What is in `offload` lies on the host, or on `disk`.
 
     A `loss_scale` makes it one of float16.
+    `whole_layers`: ZeRO-3 gathers each decoder layer as one. `settings` are more of `zero_optimization`.
     """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
@@ -82,6 +85,9 @@ def zero(
         # A collective of DeepSpeed's own, compiled at first use: gloo serves as well, and needs no compiler.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     model.to(here())
+    if whole_layers:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        deepspeed.utils.set_z3_leaf_modules(model, [type(base.model.layers[0])])
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulated,
@@ -90,6 +96,7 @@ def zero(
             "stage": stage,
             "stage3_param_persistence_threshold": 0,
             **{f"offload_{what}": _offloaded(what, disk) for what in offload},
+            **settings,
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

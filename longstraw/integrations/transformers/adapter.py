@@ -106,6 +106,7 @@ class TransformersAdapter:
 
     def run(self, forward: ForwardPass, input_ids_S: Tensor, positions_S: Tensor) -> Tensor:
         self._head_result = None
+        self.sharding.begin_pass()
         output = self.sharding.called(input_ids=input_ids_S[None], position_ids=positions_S[None], use_cache=False)
         result: Tensor = output.logits if hasattr(output, "logits") else output[0]
         if result.is_complex():

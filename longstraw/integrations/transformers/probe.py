@@ -22,7 +22,10 @@ _SHORT, _LONG = 8, 24
 
 
 def probe(adapter: TransformersAdapter, config: Any) -> ModelProfile:
-    """Run `_SHORT` and `_LONG` tokens with autograd; nothing is changed and no backward runs."""
+    """Run `_SHORT` and `_LONG` tokens with autograd, and once more with a backward where the framework wants to see
+    one first; nothing is changed."""
+    if adapter.sharding.rehearses:
+        _rehearse(adapter, config.vocab_size)
     short, _, _ = _run(adapter, _SHORT, config.vocab_size)
     long, layers, hidden_dtype = _run(adapter, _LONG, config.vocab_size)
     return ModelProfile(
@@ -36,27 +39,41 @@ def probe(adapter: TransformersAdapter, config: Any) -> ModelProfile:
     )
 
 
+def _rehearse(adapter: TransformersAdapter, vocab_size: int) -> None:
+    ids, positions = _input(adapter, _SHORT, vocab_size)
+    forward = ForwardPass(Purpose.PROBE, [_SHORT])
+    with forward, adapter.active(forward), torch.enable_grad():
+        out = adapter.run(forward, ids, positions)
+        if out.requires_grad:
+            adapter.sharding.rehearse(out)
+
+
+def _input(adapter: TransformersAdapter, tokens: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(tokens, device=adapter.device)
+    # Different tokens: a padding token's embedding may be zero, and from zeros nothing can be told.
+    return positions % vocab_size, positions
+
+
 def _run(adapter: TransformersAdapter, tokens: int, vocab_size: int) -> tuple[int, list[LayerSpec], torch.dtype]:
     """Bytes that autograd saves beside parameters, the layers in order, and the hidden states' dtype."""
-    # Different tokens: a padding token's embedding may be zero, and from zeros nothing can be told.
-    ids = torch.arange(tokens, device=adapter.device) % vocab_size
+    ids, positions = _input(adapter, tokens, vocab_size)
     parameters = adapter.sharding.storages()
     # Held until they are counted: a freed address could be reused and be counted once for two tensors.
     saved: dict[int, torch.UntypedStorage] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         # What has a shape and no memory has no address; the storage object tells it apart.
         key = storage._cdata if isinstance(tensor, FakeTensor) else storage.data_ptr()
+        # The graph is told to keep nothing: of weights that a framework gathers, it would keep the whole model.
         if key not in parameters:
             saved[key] = storage
-        return tensor
 
     tally = RouterTally([tokens], counting=False) if adapter.no_aux_loss() is None else None
     forward = ForwardPass(Purpose.PROBE, [tokens], routers=tally)
-    saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    saving = torch.autograd.graph.saved_tensors_hooks(pack, _nothing_saved)
     with forward, adapter.active(forward), torch.enable_grad(), saving:
-        out = adapter.run(forward, ids, torch.arange(tokens, device=adapter.device))
+        out = adapter.run(forward, ids, positions)
     missing = adapter.layer_numbers - {layer.index for layer in forward.declared}
     if missing:
         raise UnsupportedModelError(
@@ -69,3 +86,7 @@ def _run(adapter: TransformersAdapter, tokens: int, vocab_size: int) -> tuple[in
             "their auxiliary loss cannot be computed; take the patch off their forward, or set it to False"
         )
     return sum(storage.nbytes() for storage in saved.values()), forward.declared, out.dtype
+
+
+def _nothing_saved(_: None) -> Tensor:
+    raise AssertionError("no backward runs through a graph that is only measured")
