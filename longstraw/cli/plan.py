@@ -155,8 +155,8 @@ def _rank_notes(plan: Plan) -> list[str]:
         )
     if choice.framework is Framework.ZERO3:
         notes.append(
-            "ZeRO-3: gathers are at most these, one a weight; DeepSpeed merges them and keeps weights by its own "
-            "stage3_ settings, whose defaults are planned with"
+            "ZeRO-3: gathers are counted one a weight, and DeepSpeed merges them; what it keeps goes by its stage3_ "
+            "settings, whose defaults are planned with"
         )
     return notes
 

@@ -15,7 +15,8 @@ _HELD_LAYERS = 3
 """Layers' weights that FSDP2 has gathered at once: the one that computes, the buffer that it was copied from, and the
 next one's."""
 _ZERO3_LIVE = 1_000_000_000
-"""Gathered parameters that ZeRO-3 keeps at most: DeepSpeed's default of `stage3_max_live_parameters`."""
+"""Gathered parameters that ZeRO-3 keeps at most, and for a backward: DeepSpeed's default of
+`stage3_max_live_parameters` and `stage3_max_reuse_distance`."""
 
 
 class Framework(enum.Enum):
@@ -118,6 +119,13 @@ def _gathered(blueprint: Blueprint, choice: ShardingChoice) -> int:
     return min(blueprint.outside_bytes + _HELD_LAYERS * blueprint.layer_bytes, blueprint.weight_bytes)
 
 
+def _kept(blueprint: Blueprint, choice: ShardingChoice) -> float:
+    """The part of the weights that is gathered still when a backward follows its forward."""
+    if choice.framework is Framework.ZERO3:
+        return min(_ZERO3_LIVE / blueprint.parameters, 1.0)
+    return 0.0 if choice.reshard else 1.0
+
+
 @dataclass(kw_only=True, slots=True)
 class Sent:
     """What a rank sends and receives in a pass, or at the end of a step.
@@ -147,26 +155,28 @@ class Sent:
 class RankTraffic:
     """Collectives of a step's passes, asked for in the order in which they run: what is gathered stays until resharded.
 
-    ZeRO-3's gathers are at most these: it keeps what its `stage3_max_reuse_distance` allows, and merges them.
+    Of ZeRO-3 each weight counts as one gather, whatever is merged. A model of more than `_ZERO3_LIVE` is let go between
+    passes; within one, that much of it stays from the forward to the backward.
     """
 
     def __init__(self, blueprint: Blueprint, config: Config, choice: ShardingChoice, machine: Machine) -> None:
         self._model, self._config, self._choice, self._machine = blueprint, config, choice, machine
         self._held = False
+        self._kept = _kept(blueprint, choice)
         self._units = len(blueprint.profile.layers) + 1 if choice.framework is Framework.FSDP2 else blueprint.tensors
 
     def forward(self) -> Sent:
         """A pass's forward."""
         if self._held or not self._choice.sharded:
             return Sent()
-        self._held = not self._choice.reshard
-        return self._gather()
+        self._held = self._kept == 1.0
+        return self._gather(1.0)
 
     def backward(self, *, head: bool) -> Sent:
         """A pass's backward; `head`: whether log-probs were computed, so that the LM head has a gradient."""
         if not self._choice.sharded:
             return Sent()
-        sent = Sent() if self._held else self._gather()
+        sent = self._gather(1.0 - self._kept)
         self._held = False
         if self._config.gradient.reduce == "each_pass":
             model = self._model
@@ -190,10 +200,11 @@ class RankTraffic:
             return self._send(SCATTER, model.trained_tensors, sums, stays=True)
         return Sent()
 
-    def _gather(self) -> Sent:
-        sent = self._send(GATHER, self._units, self._model.weight_bytes)
+    def _gather(self, share: float) -> Sent:
+        nbytes = round(share * self._model.weight_bytes)
+        sent = self._send(GATHER, round(share * self._units), nbytes)
         if self._choice.offload:
-            sent.weights_to_device = -(-self._model.weight_bytes // self._choice.replicas)
+            sent.weights_to_device = -(-nbytes // self._choice.replicas)
         return sent
 
     def _send(self, kind: str, count: int, nbytes: int, *, stays: bool = False) -> Sent:

@@ -179,6 +179,7 @@ def planned(choice: ShardingChoice, config: dict[str, Any]) -> Plan:
         (fsdp2, CUT, {"reshard": False}, {"framework": Framework.FSDP2, "reshard": False}),
         (ddp, CUT, {}, {"framework": Framework.DDP}),
         (zero, CUT, {"stage": 2}, {"framework": Framework.ZERO2}),
+        (zero, CUT, {"stage": 3}, {"framework": Framework.ZERO3}),
     ],
 )
 def test_a_step_sends_what_the_plan_says(
@@ -195,11 +196,3 @@ def test_a_step_sends_what_the_plan_says(
         # The plan knows nothing of shards that are made equally long, and of what the last layer computes in vain in a
         # sweep, which has no gradient.
         assert found["report"][1] == pytest.approx(sizes.bytes, rel=0.02)
-
-
-def test_zero_3_sends_no_more_than_the_plan_says(two: Pool) -> None:
-    plan = planned(ShardingChoice(framework=Framework.ZERO3, replicas=2), CUT)
-    most = sum(phase.collective_bytes[GATHER] for phase in plan.phases.values())
-    for found in two.run(a_step, zero, CUT, stage=3, score=False):
-        assert 0.4 * most < found["report"][1][GATHER] <= most
-        assert found["report"][1][SCATTER] == plan.phases["finalize"].collective_bytes[SCATTER]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,6 +61,18 @@ def test_gathers_by_pass(qwen3_8b: Blueprint) -> None:
     # Three quarters of the weights come from the three other ranks.
     each = 0.75 * qwen3_8b.weight_bytes / Machine().ranks
     assert found.phases["capture"].ranks == pytest.approx(found.chunks * each)
+
+
+def test_zero_3_keeps_what_its_defaults_allow(qwen3_8b: Blueprint) -> None:
+    found, weights = plan(qwen3_8b, "zero3"), qwen3_8b.weight_bytes
+    assert found.phases["capture"].collective_bytes == {"all_gather": weights * found.chunks}
+    # Of 8.2 billion parameters the last 1 billion is there for the backward.
+    both = 2 - 1e9 / qwen3_8b.parameters
+    assert found.phases["sweep"].collective_bytes["all_gather"] == pytest.approx(both * weights * found.chunks)
+    small = replace(qwen3_8b, parameters=900_000_000)
+    whole = plan(small, "zero3").phases
+    assert whole["capture"].collectives == {"all_gather": small.tensors}
+    assert whole["sweep"].collectives == {"all_gather": small.tensors * found.chunks}
 
 
 def test_slow_links_between_ranks_bind(qwen3_8b: Blueprint) -> None:
