@@ -137,4 +137,6 @@ class Ranks:
         if board is None:
             host, _, text = told[0].partition(" ")
             board = TCPStore(host, int(text), is_master=False, wait_for_workers=False)
+        # The board goes with rank 0's: were that to fail at once, a rank still on its way here would try for minutes.
+        dist.barrier(group=group)
         return board

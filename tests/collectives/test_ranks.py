@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 
@@ -93,6 +96,28 @@ def runtimes(rank: int, world: int, times: int) -> int:
     for _ in range(times):
         once()
     return len(os.listdir("/proc/self/fd")) - before
+
+
+def drop_at_once(rank: int, world: int) -> bool:
+    """Runs on each rank. Rank 0 drops its ranks, as a refused model does, before the other is at the board."""
+    from longstraw.collectives import Ranks, ranks
+
+    class Late(ranks.TCPStore):
+        def __init__(self, *args: object, **options: object) -> None:
+            time.sleep(3.0)
+            super().__init__(*args, **options)
+
+    if rank == 1:
+        with patch.object(ranks, "TCPStore", Late):
+            Ranks(range(world))
+        return True
+    Ranks(range(world))
+    gc.collect()
+    return True
+
+
+def test_a_rank_that_is_late_finds_the_board(two: Pool) -> None:
+    assert two.run(drop_at_once, timeout=30) == [True, True]
 
 
 def test_a_group_is_used_again(two: Pool) -> None:
