@@ -22,7 +22,7 @@ def zscore_advantages(rewards: Tensor, *, eps: float = 1e-6) -> Tensor:
         [G], in the dtype of `rewards` if that is floating, else float32; no graph.
 
     Raises:
-        ConfigError: `rewards` is not [G] with G >= 2, or not finite; or `eps` is below 0.
+        ConfigError: `rewards` is no tensor, not [G] with G >= 2, or not finite; or `eps` is below 0.
     """
     if not eps >= 0:
         raise ConfigError(f"eps={eps} must be at least 0")
@@ -46,11 +46,14 @@ def leave_one_out_advantages(rewards: Tensor) -> Tensor:
 
     Equal to G / (G - 1) times `centered_advantages`, whose argument, result and errors these are.
     """
+    centered = _centered(rewards)
     count = rewards.numel()
-    return (_centered(rewards) * (count / max(count - 1, 1))).to(_result_dtype(rewards))
+    return (centered * (count / (count - 1))).to(_result_dtype(rewards))
 
 
 def _centered(rewards: Tensor) -> Tensor:
+    if not isinstance(rewards, Tensor):
+        raise ConfigError(f"rewards is a {type(rewards).__name__}; give a tensor [G]: torch.tensor(rewards)")
     if rewards.dim() != 1 or rewards.numel() < 2:
         raise ConfigError(
             f"rewards has shape {list(rewards.shape)}; expected [G] with G >= 2: "

@@ -56,8 +56,9 @@ def test_dtype_and_graph(advantages: Callable[[Tensor], Tensor]) -> None:
         torch.tensor([[1.0, 2.0]]),
         torch.tensor([1.0, torch.nan]),
         torch.tensor([1.0, torch.inf]),
+        [0.0, 1.0],
     ],
-    ids=["one", "matrix", "nan", "inf"],
+    ids=["one", "matrix", "nan", "inf", "list"],
 )
 def test_wrong_rewards_are_named(advantages: Callable[[Tensor], Tensor], rewards: Tensor) -> None:
     with pytest.raises(ConfigError, match=r"^rewards"):
