@@ -77,6 +77,8 @@ def stress(
         path = json_out if ranks == 1 else json_out.with_name(f"{json_out.stem}.{result.rank}{json_out.suffix}")
         path.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
     _show(result, ranks)
+    for what in _untried(result, fault_rate, parity_rate):
+        Console(highlight=False).print(f"note: {what} in {result.steps} steps; give it more --seconds", style="yellow")
     if not result.passed:
         raise typer.Exit(1)
 
@@ -129,6 +131,16 @@ def _show(result: StressResult, ranks: int) -> None:
         console.print("passed: nothing leaked, nothing wrong", style="bold green")
     else:
         console.print(f"FAILED: {len(result.problems)} problems", style="bold red")
+
+
+def _untried(result: StressResult, fault_rate: float, parity_rate: float) -> list[str]:
+    """What a verdict says nothing about, as the run was too short for it to happen."""
+    untried = []
+    if fault_rate > 0 and not any(result.faults.values()):
+        untried.append("no fault happened")
+    if parity_rate > 0 and not result.compared:
+        untried.append("no gradient was compared")
+    return untried
 
 
 def _counts(counter: dict[str, int]) -> str:

@@ -151,6 +151,11 @@ def test_command(tmp_path: Path, invoke: Callable[..., Any], monkeypatch: pytest
     assert ended.exit_code == 0, ended.output
     assert "passed: nothing leaked, nothing wrong" in ended.output
     assert json.loads(out.read_text())["passed"] is True
+    ended = invoke(*arguments, "--fault-rate", 1e-9, "--parity-rate", 1e-9)
+    assert "no fault happened in 2 steps; give it more --seconds" in ended.output
+    assert "no gradient was compared in 2 steps; give it more --seconds" in ended.output
+    ended = invoke(*arguments, "--fault-rate", 0, "--parity-rate", 1)
+    assert "give it more --seconds" not in ended.output
     monkeypatch.setattr(HostPager, "free", lambda self, extent: None)
     ended = invoke(*arguments)
     assert ended.exit_code == 1
