@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from longstraw.errors import ConfigError
 
-# Keys of the design that this version does not have: no typing error, so no nearest name is offered.
+# Keys kept for a later version: no typing error, so no nearest name is offered.
 NOT_IN_THIS_VERSION = {
     "context_parallel": "prompts are not yet split over ranks",
 }

@@ -44,7 +44,7 @@ def weights(kind: str, model: Any) -> dict[str, torch.Tensor]:
 
 
 def one_step(accelerator: Any, runtime: Runtime, model: Any, optimizer: Any, groups: Any) -> None:
-    """The loop of the design."""
+    """The loop of docs/distributed.md."""
     paged_groups(runtime, groups)
     if accelerator.sync_gradients:
         accelerator.clip_grad_norm_(model.parameters(), CLIP)
