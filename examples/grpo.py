@@ -6,6 +6,7 @@
     accelerate launch --config_file examples/zero3.yaml examples/grpo.py
 
 The model and the task are the demo's: SmolLM2-135M-Instruct finds a code that is hidden in Python's documentation.
+`make demo` builds an environment that has both; on CPUs a rank takes some 4 GiB.
 Every rank works on prompts of its own, of its own length; with --uneven, rank 0 has two groups and the last rank none.
 """
 
@@ -115,12 +116,12 @@ def earn(tokenizer: Any, task: Task, response: Tensor, options: argparse.Namespa
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--group", type=int, default=4)
-    parser.add_argument("--response-tokens", type=int, default=12)
-    parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--uneven", action="store_true")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps")
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="of rank 0; each further rank has 64 more")
+    parser.add_argument("--group", type=int, default=4, help="responses of a prompt")
+    parser.add_argument("--response-tokens", type=int, default=12, help="the most of a response")
+    parser.add_argument("--learning-rate", type=float, default=1e-2, help="of SGD")
+    parser.add_argument("--uneven", action="store_true", help="rank 0 has two groups, the last rank none")
     return parser.parse_args()
 
 
