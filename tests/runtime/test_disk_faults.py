@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -63,15 +64,21 @@ class Bench:
         assert_undone(self.runtime, self.model, entry)
 
 
+def open_files() -> int:
+    """Of this process, less those that only garbage of earlier tests still holds."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    files, threads = open_files(), threading.active_count()
     made = Bench(tmp_path)
     yield made
     made.assert_right()  # after every fault, in every test
     made.runtime.close()
     assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert open_files() == files
     assert threading.active_count() == threads
 
 
@@ -242,11 +249,11 @@ def test_a_read_only_directory(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         # Modes do not keep root out; of /sys the kernel lets nobody make a directory.
         folder = Path("/sys")
-    model, before = build("qwen3"), len(os.listdir("/proc/self/fd"))
+    model, before = build("qwen3"), open_files()
     tiers = [{"kind": "nvme", "path": str(folder), "budget": "auto", "engine": "posix"}]
     with pytest.raises(ConfigError, match=rf"tiers\[0\].path: no file can be made in {folder} .*you may write to"):
         Runtime(model, settings(tiers=tiers))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before
 
 
 def test_no_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
