@@ -53,6 +53,11 @@ class LaneTokens:
                 # A rounded copy would make the first ratio differ from 1, unseen.
                 raise ConfigError(f"old[{i}] is {scored.dtype} and logprobs[{i}] {live.dtype}; score in the same dtype")
         n = len(lengths)
+        if not isinstance(advantages, Tensor):
+            raise ConfigError(
+                f"advantages is a {type(advantages).__name__}; pick the lane's own of a tensor [G]: "
+                "torch.tensor(advantages)[list(lane.indices)]"
+            )
         if advantages.shape != (n,):
             raise ConfigError(
                 f"advantages has shape {list(advantages.shape)} and the lane has {n} responses; "

@@ -80,12 +80,14 @@ class GroupSize:
             max_tokens: the generation budget in tokens.
 
         Raises:
-            ConfigError: no responses, one that is empty or not 1-D, one above `max_tokens`, or `keep` of
+            ConfigError: no responses, one that is no tensor, empty or not 1-D, one above `max_tokens`, or `keep` of
                 another length.
         """
         if len(responses) == 0:
             raise ConfigError("responses is empty; pass every response of the group")
         for i, response in enumerate(responses):
+            if not isinstance(response, Tensor):
+                raise ConfigError(f"responses[{i}] is a {type(response).__name__}; give a tensor [R_i]")
             if response.dim() != 1 or response.numel() == 0:
                 raise ConfigError(f"responses[{i}] has shape {list(response.shape)}; expected [R_i] with R_i >= 1")
             if max_tokens is not None and response.numel() > max_tokens:
@@ -206,6 +208,8 @@ def check_responses(
             f"pick the lane's own: [{name}[i] for i in lane.indices]"
         )
     for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(f"{name}[{i}] is a {type(tensor).__name__}; give a tensor [R_i]")
         if tensor.dim() != 1 or tensor.numel() == 0:
             raise ConfigError(f"{name}[{i}] has shape {list(tensor.shape)}; expected [R_i] with R_i >= 1")
         if not tensor.is_floating_point():

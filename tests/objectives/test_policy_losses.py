@@ -288,6 +288,8 @@ def test_wrong_arguments_are_named(name: str) -> None:
         (r"^old has 4 responses and the lane has 5", {"old": group.old[:4]}),
         (r"^old\[2\] has 6 tokens", {"old": [*group.old[:2], group.old[2][:-1], *group.old[3:]]}),
         (r"^old\[0\] requires grad", {"old": group.logprobs}),
+        (r"^old\[0\] is a list", {"old": [[0.0] * len(x) for x in group.old]}),
+        (r"^advantages is a list", {"advantages": group.advantages.tolist()}),
         (r"^advantages has shape \[4\]", {"advantages": group.advantages[:4]}),
         (r"^advantages has shape \[5, 1\]", {"advantages": group.advantages[:, None]}),
         (r"^advantages has dtype torch.int64", {"advantages": torch.ones(5).long()}),

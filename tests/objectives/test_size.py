@@ -62,12 +62,13 @@ def test_impossible_sizes_are_named(arguments: dict[str, int], match: str) -> No
     [
         ([], {}, "responses is empty"),
         ([torch.zeros(2), torch.zeros(0)], {}, r"responses\[1\] has shape \[0\]"),
+        ([[1, 2]], {}, r"responses\[0\] is a list"),
         ([torch.zeros(2, 2)], {}, r"responses\[0\] has shape \[2, 2\]"),
         ([torch.zeros(5)], {"max_tokens": 4}, r"responses\[0\] has 5 tokens, above max_tokens=4"),
         ([torch.zeros(5)], {"keep": [True, True]}, "keep has 2 entries"),
     ],
 )
-def test_wrong_responses_are_named(responses: list[torch.Tensor], options: dict[str, Any], match: str) -> None:
+def test_wrong_responses_are_named(responses: list[Any], options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{match}"):
         GroupSize.of(responses, **options)
 
