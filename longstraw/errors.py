@@ -1,6 +1,7 @@
-"""Every error that Longstraw raises on purpose, so that callers can catch one family.
+"""The errors that Longstraw raises on purpose, so that callers can catch one family.
 
-A user's mistake derives from `ValueError` as well where Python's own convention says so.
+A user's mistake derives from `ValueError` as well where Python's own convention says so. An argument of a wrong type or
+shape is Python's own `TypeError` or `ValueError`.
 """
 
 from __future__ import annotations
