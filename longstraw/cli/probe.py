@@ -23,7 +23,7 @@ def probe(
     block: Annotated[str, typer.Option(help="Bytes of one operation, as tiers[].block.")] = "4MiB",
     threads: Annotated[int, typer.Option(help="Operations at once, as tiers[].threads.", min=1)] = 4,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write the record here.")] = None,
-    keep: Annotated[bool, typer.Option(help="Replace the record that auto settings read.")] = True,
+    keep: Annotated[bool, typer.Option(help="Add this to the record that auto settings read.")] = True,
 ) -> None:
     """Measure host-to-device and device-to-host copies of every GPU, and every engine on each folder."""
     from longstraw.config import parse_bytes

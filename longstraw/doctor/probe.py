@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ import torch
 
 from longstraw.doctor.links import LinkRates, measure_links
 from longstraw.pagers.engines import EngineSettings, Rates, engines_here, measure
-from longstraw.pagers.engines.record import VERSION, record_path
+from longstraw.pagers.engines.record import VERSION, read_record, write_record
 from longstraw.pagers.spool import SpoolFile
 
 DISK_BYTES = 1 << 30
@@ -58,11 +57,16 @@ class ProbeResult:
         }
 
     def save(self) -> Path:
-        """Write the record to where `auto` settings look for it; other machines' and older ones are replaced."""
-        path = record_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        return path
+        """Write the record to where `auto` settings look for it, and return that file's path.
+
+        Links and folders that were not measured now stay as this machine's last record has them. Raises ConfigError if
+        what lies there is no record.
+        """
+        record, last = self.to_dict(), read_record()
+        if last is not None:
+            record["links"] = record["links"] or last["links"]
+            record["disks"] = last["disks"] | record["disks"]
+        return write_record(record)
 
 
 def probe(

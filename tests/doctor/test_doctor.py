@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from longstraw.doctor import Level, disks, examine, gpus, memory, probe, software
+from longstraw.doctor import DiskRates, Level, LinkRates, ProbeResult, disks, examine, gpus, memory, probe, software
 from longstraw.doctor.finding import Finding
+from longstraw.errors import ConfigError
 from longstraw.pagers import limits, numa
-from longstraw.pagers.engines import EngineSettings
+from longstraw.pagers.engines import EngineSettings, Rates
 from longstraw.pagers.engines.record import record_path, recorded_rates
 from longstraw.pagers.run_directory import RunDirectory
 
@@ -144,6 +145,32 @@ def test_probe_leaves_a_record_for_auto(tmp_path: Path, monkeypatch: pytest.Monk
     assert rates is not None
     assert rates["posix"] == result.disks[0].engines["posix"].worse
     assert recorded_rates(tmp_path / "cache") is None
+
+
+def test_a_probe_keeps_what_it_does_not_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    link = LinkRates(devices=(0,), to_device=5e10, from_device=4e10, both=8e10)
+
+    def disk(name: str, rate: float) -> DiskRates:
+        rates = Rates(read=rate, write=rate, read_cpu=0.0, write_cpu=0.0)
+        settings = EngineSettings()
+        return DiskRates(path=tmp_path / name, direct=True, settings=settings, engines={"posix": rates}, refused={})
+
+    ProbeResult(date="then", links=[link], disks=[disk("a", 1e9), disk("b", 2e9)]).save()
+    ProbeResult(date="now", links=[], disks=[disk("b", 3e9)]).save()
+    assert recorded_rates(tmp_path / "a") == {"posix": 1e9}
+    assert recorded_rates(tmp_path / "b") == {"posix": 3e9}
+    record = json.loads(record_path().read_text())
+    assert [one["to_device"] for one in record["links"]] == [5e10]
+    assert [path.name for path in record_path().parent.iterdir()] == ["probe.json"]
+
+    record_path().write_text(json.dumps(record | {"machine": "another"}))
+    ProbeResult(date="here", links=[], disks=[disk("b", 4e9)]).save()
+    assert recorded_rates(tmp_path / "a") is None
+
+    record_path().write_text("{")
+    with pytest.raises(ConfigError, match=r"probe\.json is no record of `longstraw probe`.*delete it"):
+        recorded_rates(tmp_path / "b")
 
 
 def test_commands(tmp_path: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
