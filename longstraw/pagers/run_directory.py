@@ -120,9 +120,21 @@ def _walk(path: Path) -> list[tuple[Leftover, int]]:
             os.close(fd)
             continue
         state = _lock(fd)
-        nbytes = sum(os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512 for name in os.listdir(fd))
+        if state is True and not _is_at(fd, entry):
+            # Its run removed it, and ended the lease, since it was listed.
+            os.close(fd)
+            continue
+        nbytes = sum(_size(name, fd) for name in os.listdir(fd))
         found.append((Leftover(path=entry, nbytes=nbytes, alive=None if state is None else not state), fd))
     return found
+
+
+def _size(name: str, fd: int) -> int:
+    """Bytes of a file's blocks; 0 if its live run has removed it since it was listed."""
+    try:
+        return os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
+    except FileNotFoundError:
+        return 0
 
 
 def _closed(fd: int) -> bool:

@@ -9,13 +9,16 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from longstraw.errors import ConfigError
-from longstraw.pagers import NvmePager
+from longstraw.pagers import NvmePager, run_directory
 from longstraw.pagers.run_directory import RunDirectory, leftovers, reclaim
 
 CPU = torch.device("cpu")
@@ -170,3 +173,50 @@ def test_no_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert reclaim(tmp_path) == []
     assert [left.alive for left in leftovers(tmp_path)] == [None]
     directory.close()
+
+
+def test_runs_that_come_and_go_meanwhile(tmp_path: Path) -> None:
+    stop, errors = threading.Event(), []
+
+    def again(once: Callable[[], object]) -> None:
+        while not stop.is_set():
+            try:
+                once()
+            except OSError as error:
+                errors.append(error)
+                stop.set()
+            time.sleep(0.001)
+
+    def come_and_go() -> None:
+        directory = RunDirectory(tmp_path)
+        os.close(directory.open("pages", os.O_CREAT | os.O_WRONLY))
+        directory.remove("pages")
+        directory.close()
+
+    work = [come_and_go, come_and_go, lambda: reclaim(tmp_path), lambda: leftovers(tmp_path)]
+    threads = [threading.Thread(target=again, args=(once,)) for once in work]
+    for thread in threads:
+        thread.start()
+    stop.wait(3.0)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    reclaim(tmp_path)  # a name whose lease somebody had while he looked is given up
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_goes_between_its_listing_and_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, real = RunDirectory(tmp_path), run_directory._lock
+
+    def late(fd: int) -> bool | None:
+        if directory.path.exists():
+            directory.remove()
+            directory.close()
+        return real(fd)
+
+    monkeypatch.setattr(run_directory, "_lock", late)
+    assert reclaim(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
