@@ -30,6 +30,8 @@ from benchmarks.common import commit
 from benchmarks.figures import FIGURES, Figure
 
 _POLL = 0.2
+_GRACE = 15.0
+"""Seconds in which a launcher ends its ranks."""
 
 
 @dataclass(slots=True)
@@ -124,9 +126,13 @@ class Suite:
 
     @staticmethod
     def _stop(running: Running) -> None:
-        """End the whole process group, tests' workers and ranks with it."""
-        os.killpg(running.process.pid, signal.SIGKILL)
-        running.process.wait()
+        """End the whole process group. A launcher is asked first: its ranks are in groups of their own."""
+        os.killpg(running.process.pid, signal.SIGTERM)
+        try:
+            running.process.wait(timeout=_GRACE)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.process.pid, signal.SIGKILL)
+            running.process.wait()
 
     def _end(self, running: Running, outcome: str) -> None:
         shutil.rmtree(running.scratch)

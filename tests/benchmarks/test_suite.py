@@ -49,6 +49,21 @@ def test_a_figure_past_its_time_is_stopped_with_its_children(tmp_path: Path) -> 
     assert 2 <= rows["long"]["seconds"] < 20
 
 
+def test_a_launcher_is_asked_first_and_ends_ranks_in_groups_of_their_own(tmp_path: Path) -> None:
+    rank = "import time; time.sleep(600)"
+    code = (
+        "import pathlib, signal, subprocess, sys\n"
+        f"rank = subprocess.Popen([sys.executable, '-c', {rank!r}], start_new_session=True)\n"
+        "def end(*_):\n    rank.kill(); rank.wait(); pathlib.Path(sys.argv[1]).write_text('ended'); sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "signal.pause()\n"
+    )
+    command = f"python -c {shlex.quote(code.replace('{', '{{').replace('}', '}}'))} {{out}}"
+    rows = run(tmp_path, Figure(name="launcher", command=command, seconds=3))
+    assert rows["launcher"]["outcome"] == "stopped after 3 s"
+    assert (tmp_path / "launcher.jsonl").read_text() == "ended"
+
+
 def test_what_does_not_fit_is_left_out_by_name(tmp_path: Path) -> None:
     rows = run(
         tmp_path,
