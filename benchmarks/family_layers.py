@@ -101,7 +101,16 @@ def distance(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float
     return {"whole": whole, "median": sorted(each.values())[len(each) // 2], **each}
 
 
-def check(record: Record, family: str, model: torch.nn.Module, prompt: int, settings: dict[str, Any]) -> None:
+def use_plain_rule() -> None:
+    """The delta rule of transformers' own code: where flash-linear-attention is installed it hands over to that."""
+    modeling_qwen3_5.torch_chunk_gated_delta_rule = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
+
+
+def check(
+    record: Record, family: str, model: torch.nn.Module, prompt: int, settings: dict[str, Any], rule: str | None
+) -> None:
+    if rule == "torch":
+        use_plain_rule()
     vocab = model.config.vocab_size  # type: ignore[union-attr]
     ids, responses = random_group(prompt, 4, 256, vocab)
     responses[1] = responses[1][:1]
@@ -118,15 +127,16 @@ def check(record: Record, family: str, model: torch.nn.Module, prompt: int, sett
     tell("ours")
     free_memory()
     model.float()
-    # Where flash-linear-attention is installed transformers hands over to it, which narrows its products.
-    modeling_qwen3_5.torch_chunk_gated_delta_rule = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
+    # flash-linear-attention narrows its products.
+    use_plain_rule()
     torch.backends.cuda.matmul.allow_tf32 = False
     truth = plain(model, ids, responses)
     tell("plain float32 run")
     here, there = distance(mine, truth), distance(narrow, truth)
     worst = max((n for n in truth if n in there), key=lambda n: here[n] / max(there[n], 1e-9))
     record.add(
-        "family layers: distance from float32", family=family, prompt=prompt, responses=[len(r) for r in responses],
+        "family layers: distance from float32", family=family, rule=rule, prompt=prompt,
+        responses=[len(r) for r in responses],
         here=here["whole"], plain_bfloat16=there["whole"], ratio=here["whole"] / there["whole"],
         median_here=here["median"], median_plain=there["median"],
         worst_ratio=[worst, here[worst], there[worst]],
@@ -151,9 +161,10 @@ def main() -> None:
         "tiers": [{"kind": "host", "budget": options.host_budget}],
         "capture": {"chunk_tokens": options.chunk if options.chunk == "auto" else int(options.chunk)},
     }
-    if options.family == "qwen3_6":
+    rule = options.rule if options.family == "qwen3_6" else None
+    if rule is not None:
         # flash-linear-attention refuses some triton versions on this GPU; transformers falls back likewise.
-        settings["kernels"] = {"gated_delta": options.rule}
+        settings["kernels"] = {"gated_delta": rule}
     model = build(options.family, options.experts)
     for prompt in options.prompt:
         ids, responses = random_group(prompt, options.group, options.response, model.config.vocab_size)  # type: ignore[union-attr]
@@ -163,12 +174,12 @@ def main() -> None:
             report = ours(runtime, ids, responses)
         model.zero_grad(set_to_none=True)
         record.add(
-            "family layers: long prompt", family=options.family, prompt=prompt, group=options.group,
+            "family layers: long prompt", family=options.family, rule=rule, prompt=prompt, group=options.group,
             response=options.response, experts=getattr(model.config, "n_routed_experts", None),
             peak_beyond_weights_gib=(report["peak_device_bytes"] - before) / 2**30, report=report,
         )  # fmt: skip
     if options.check:
-        check(record, options.family, model, options.check, settings)
+        check(record, options.family, model, options.check, settings, rule)
 
 
 if __name__ == "__main__":

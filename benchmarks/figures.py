@@ -23,7 +23,7 @@ class Figure:
 
 
 _STEP = "python -m benchmarks.step --out {out}"
-_LIKE = f"{_STEP} --lora --prompt 131072 --group 16 --chunk 4096 --lane 8192 --keep never --repeats 2"
+_LIKE = f"{_STEP} --lora --prompt 131072 --group 16 --chunk 4096 --lane 8192 --keep never"
 _TWO = "torchrun --nproc-per-node 2 -m benchmarks.two_gpus --prompt 65536 --profile --out {out}"
 _LAYERS = "python -m benchmarks.family_layers --out {out} --host-budget 40GiB"
 
@@ -61,6 +61,14 @@ FIGURES: tuple[Figure, ...] = (
         name="gpu-tests", command="python -m pytest -q -n 4 -m 'gpu and not multi_gpu' tests", seconds=500,
         device_gib=40, timed=False,
     ),
+    Figure(
+        name="memory-growth", command="python -m benchmarks.memory_growth --out {out}", seconds=200, device_gib=10,
+        timed=False,
+    ),
+    Figure(
+        name="longest-packed", command="python -m benchmarks.longest_packed --out {out}", seconds=300, device_gib=120,
+        timed=False,
+    ),
     # Times of one GPU.
     Figure(
         name="step-32k", seconds=150, device_gib=120,
@@ -76,10 +84,11 @@ FIGURES: tuple[Figure, ...] = (
     ),
     Figure(
         name="paged-over-resident-detached", seconds=170, device_gib=120,
-        command=f"{_LIKE} --ours detached detached-device --device-budget 40GiB",
+        command=f"{_LIKE} --ours detached detached-device --device-budget 40GiB --repeats 2",
     ),
     Figure(
-        name="paged-over-resident-exact", seconds=360, device_gib=135, command=f"{_LIKE} --ours host device",
+        name="paged-over-resident-exact", seconds=360, device_gib=135,
+        command=f"{_LIKE} --ours host device --repeats 2 1",
     ),
     Figure(
         name="capacity-exact", seconds=240, device_gib=130,
@@ -89,7 +98,6 @@ FIGURES: tuple[Figure, ...] = (
         name="capacity-detached", seconds=300, device_gib=130,
         command="python -m benchmarks.capacity --mode detached --prompt 524288 --host-budget 40GiB --out {out}",
     ),
-    Figure(name="memory-growth", command="python -m benchmarks.memory_growth --out {out}", seconds=90, device_gib=30),
     Figure(
         name="step-131k", seconds=240, device_gib=120,
         command=f"{_STEP} --lora --prompt 131072 --ours host --host-budget 100GiB --repeats 2",

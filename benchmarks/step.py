@@ -15,6 +15,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -125,6 +126,54 @@ def measure_ordinary(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """A prompt and all its responses in one row, N tokens; each response sees the prompt and itself."""
+
+    rows_1N: Tensor
+    positions_1N: Tensor
+    mask: Any
+    """FlexAttention's `BlockMask`."""
+    predictors_R: Tensor
+    """Where in the row each response token is predicted: a response's first by the prompt's last."""
+    targets_R: Tensor
+    signs_R: Tensor
+
+    @classmethod
+    def pack(cls, ids: Tensor, responses: list[Tensor]) -> PackedRow:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        prompt, lengths = len(ids), [len(r) for r in responses]
+        branch = torch.cat([torch.full((prompt,), -1)] + [torch.full((n,), i) for i, n in enumerate(lengths)]).cuda()
+
+        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & ((branch[k] == -1) | (branch[k] == branch[q]))
+
+        positions = torch.cat([torch.arange(prompt)] + [torch.arange(prompt, prompt + n) for n in lengths])
+        starts = [prompt + sum(lengths[:i]) for i in range(len(lengths))]
+        predictors = torch.cat(
+            [torch.cat([torch.tensor([prompt - 1]), torch.arange(start, start + n - 1)])
+             for start, n in zip(starts, lengths, strict=True)]
+        )  # fmt: skip
+        return cls(
+            rows_1N=torch.cat([ids, *responses])[None].cuda(),
+            positions_1N=positions[None].cuda(),
+            mask=create_block_mask(visible, None, None, len(branch), len(branch), device="cuda", _compile=True),
+            predictors_R=predictors.cuda(),
+            targets_R=torch.cat(responses).cuda(),
+            signs_R=torch.cat([torch.full((n,), (-1.0) ** i) for i, n in enumerate(lengths)]).cuda(),
+        )
+
+    def loss(self, base: Any) -> Tensor:
+        """The group's loss through a model under `checkpointed(model, "flex_attention")`."""
+        hidden = base.model(
+            input_ids=self.rows_1N, position_ids=self.positions_1N, attention_mask=self.mask, use_cache=False
+        )
+        logits = base.lm_head(hidden.last_hidden_state[0, self.predictors_R])
+        chosen = logits.float().log_softmax(-1).gather(-1, self.targets_R[:, None])[:, 0]
+        return -(chosen * self.signs_R).sum() / len(self.targets_R)
+
+
 def measure_packed(
     model: Any,
     ids: Tensor,
@@ -132,39 +181,14 @@ def measure_packed(
     repeats: int,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    prompt, total = len(ids), sum(len(r) for r in responses)
-    branch = torch.cat([torch.full((prompt,), -1)] + [torch.full((len(r),), i) for i, r in enumerate(responses)]).cuda()
-    positions = torch.cat([torch.arange(prompt)] + [torch.arange(prompt, prompt + len(r)) for r in responses])
-    rows = torch.cat([ids, *responses])[None].cuda()
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & ((branch[k] == -1) | (branch[k] == branch[q]))
-
-    mask = create_block_mask(visible, None, None, len(branch), len(branch), device="cuda", _compile=True)
-    # A response's first token is predicted by the prompt's last, the others by the token before.
-    starts = torch.tensor([sum(len(r) for r in responses[:i]) for i in range(len(responses))])
-    predictors = torch.cat(
-        [torch.cat([torch.tensor([prompt - 1]), torch.arange(prompt + s, prompt + s + len(r) - 1)])
-         for s, r in zip(starts.tolist(), responses, strict=True)]
-    ).cuda()  # fmt: skip
-    targets = torch.cat(responses).cuda()
-    signs = torch.cat([torch.full((len(r),), (-1.0) ** i) for i, r in enumerate(responses)]).cuda()
+    packed = PackedRow.pack(ids, responses)
     free_memory()
     times = []
     with checkpointed(model, "flex_attention") as base:
         for _ in range(repeats):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            # All rows' positions differ from their place in the row.
-            hidden = base.model(
-                input_ids=rows, position_ids=positions[None].cuda(), attention_mask=mask, use_cache=False
-            )
-            logits = base.lm_head(hidden.last_hidden_state[0, predictors])
-            chosen = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-            (-(chosen * signs).sum() / total).backward()
-            del hidden, logits, chosen
+            packed.loss(base).backward()
             if optimizer is not None:
                 optimizer.step()
             torch.cuda.synchronize()
@@ -199,12 +223,17 @@ def main() -> None:
     parser.add_argument("--lane", default="auto")
     parser.add_argument("--checkpoint", default="auto")
     parser.add_argument("--keep", default="auto", choices=["auto", "always", "never"])
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument(
+        "--repeats", type=int, nargs="+", default=[1], help="transactions of each way of --ours; the last counts"
+    )
     parser.add_argument("--ordinary-rows", type=int, default=0)
     parser.add_argument("--packed", type=int, default=0, help="repeats of the packed step")
     parser.add_argument("--compare", action="store_true", help="compare the gradients with the packed step's")
     parser.add_argument("--out")
     options = parser.parse_args()
+    if len(options.repeats) not in (1, len(options.ours)):
+        parser.error(f"--repeats takes one number, or one for each of the {len(options.ours)} ways of --ours")
+    repeats = options.repeats if len(options.repeats) > 1 else options.repeats * len(options.ours)
     record = Record(options.out)
     model = qwen3(options.layers, "cuda", torch.bfloat16, options.lora)
     shape = qwen3_8b(options.layers, options.lora)
@@ -218,7 +247,7 @@ def main() -> None:
                 "response": options.response,
             }  # fmt: skip
             mine: dict[str, Tensor] = {}
-            for way in options.ours:
+            for way, times in zip(options.ours, repeats, strict=True):
                 tier, gradient = WAYS[way]
                 budget = options.host_budget if tier == "host" else options.device_budget
                 settings: dict[str, Any] = {
@@ -233,7 +262,7 @@ def main() -> None:
                         "checkpoint": {"auto": "auto", "true": True, "false": False}[options.checkpoint],
                     },
                 }
-                result = measure_ours(model, ids, responses, settings, options.repeats, optimizer)
+                result = measure_ours(model, ids, responses, settings, times, optimizer)
                 mine = gradients(model)
                 report = result["report"]
                 count = exact_step(
