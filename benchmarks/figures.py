@@ -66,7 +66,7 @@ FIGURES: tuple[Figure, ...] = (
         timed=False,
     ),
     Figure(
-        name="longest-packed", command="python -m benchmarks.longest_packed --out {out}", seconds=300, device_gib=120,
+        name="longest-packed", command="python -m benchmarks.longest_packed --out {out}", seconds=500, device_gib=120,
         timed=False,
     ),
     # Times of one GPU.

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,15 +42,16 @@ def stress(
         str | None,
         typer.Option(help="float64, float32 or bfloat16.", show_default="float64 on a CPU, float32 on a GPU"),
     ] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the figures of all ranks here.")] = None,
+    json_out: Annotated[
+        Path | None,
+        typer.Option("--json", help="Also write the figures here, each rank its own, anew after every step."),
+    ] = None,
 ) -> None:
     """Run random groups with random faults through real transactions, and compare gradients now and then.
 
     Under torchrun all ranks train one model in DDP. Exit status 1 if a page, a byte or a file leaked, a gradient was
     wrong or touched by a failed step, or a fault ended in anything but a clear error.
     """
-    import os
-
     from longstraw.cli.device import parse_device, parse_dtype
     from longstraw.stress import StressOptions, run_stress
 
@@ -72,15 +77,52 @@ def stress(
         import torch
 
         torch.cuda.set_device(where)
-    result = run_stress(options, where)
-    if json_out is not None:
-        path = json_out if ranks == 1 else json_out.with_name(f"{json_out.stem}.{result.rank}{json_out.suffix}")
-        path.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def keep(result: StressResult, *, finished: bool) -> None:
+        if json_out is not None:
+            path = json_out if ranks == 1 else json_out.with_name(f"{json_out.stem}.{result.rank}{json_out.suffix}")
+            _replace(path, json.dumps(result.to_dict() | {"finished": finished}, indent=2) + "\n")
+
+    with _progress(seconds) as tell:
+
+        def watch(result: StressResult) -> None:
+            tell(result)
+            keep(result, finished=False)
+
+        result = run_stress(options, where, watch)
+    keep(result, finished=True)
     _show(result, ranks)
     for what in _untried(result, fault_rate, parity_rate):
         Console(highlight=False).print(f"note: {what} in {result.steps} steps; give it more --seconds", style="yellow")
     if not result.passed:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _progress(seconds: float) -> Iterator[Callable[[StressResult], None]]:
+    """What rewrites one line of standard error after each step; silent off a terminal."""
+    show = sys.stderr.isatty()
+
+    def tell(result: StressResult) -> None:
+        if show:
+            time = f"{result.seconds:.0f} of {seconds:.0f} s"
+            line = f"{time}: {result.steps} steps, {sum(result.faults.values())} faults, {result.compared} compared"
+            sys.stderr.write(f"\r\033[K{line}")
+            sys.stderr.flush()
+
+    try:
+        yield tell
+    finally:
+        if show:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is whole at any moment."""
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    half.write_text(text, encoding="utf-8")
+    half.replace(path)
 
 
 def _parse_budgets(text: str | None) -> tuple[int, int, int] | None:

@@ -14,6 +14,7 @@ from longstraw.runtime.adapter import ModelProfile
 from longstraw.runtime.branches import PackedBranches, check_responses
 from longstraw.runtime.lockstep import Kind
 from longstraw.runtime.memory import is_out_of_memory, release_cached
+from longstraw.runtime.narrowing import NARROWEST, Narrowing
 from longstraw.runtime.passes import ForwardPass, HeadRequest, Purpose
 from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.report import Report
@@ -42,6 +43,7 @@ class CapturedPrompt:
 
     Attributes:
         state: the pages, once `capture` has run.
+        narrowing: what chunks and lanes keep to because memory ran out.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class CapturedPrompt:
         # differently. Out-of-memory retries correct it downwards.
         self._free = engine.free_bytes()
         self._frequencies = engine.adapter.frequencies_key(row_tokens or len(prompt_P))
-        size = engine.chunk_size(profile, len(prompt_P) - 1, self._free)
+        self.narrowing = engine.narrowing.copy()
+        size = self.narrowing.chunk(engine.chunk_size(profile, len(prompt_P) - 1, self._free))
         self._chunk_tokens, self._checkpoint = size.tokens, size.checkpoint
+        self._shortest = max(size.tokens // NARROWEST, 1)
 
     # Capture and sweep, chunk by chunk
 
@@ -154,12 +158,16 @@ class CapturedPrompt:
 
     def _shorten_chunks(self, phase: str, failure: Exception) -> None:
         self.refuse_in_lockstep(failure)
-        if self._chunk_tokens == 1:
-            raise CapacityError(f"out of memory in the {phase} of a single prompt token. {failure}") from failure
+        if self._chunk_tokens <= self._shortest:
+            tokens = "a single prompt token" if self._chunk_tokens == 1 else f"{self._chunk_tokens} prompt tokens"
+            raise CapacityError(
+                f"out of memory in the {phase} of {tokens}, and shorter chunks would not help. Free device memory, or "
+                f"lower the budget of the device tier. {failure}"
+            ) from failure
         self._report.retries += 1
         release_cached(self._engine.device)
-        self._chunk_tokens = (self._chunk_tokens + 1) // 2
-        self._engine.limit_chunks(self._chunk_tokens)
+        self._chunk_tokens = max((self._chunk_tokens + 1) // 2, self._shortest)
+        self.narrowing.learn(Narrowing(chunk_tokens=self._chunk_tokens))
 
     def _chunk_inputs(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         device = self._engine.device
@@ -240,7 +248,7 @@ class CapturedPrompt:
 
     def lane_size(self, branches: list[Tensor]) -> GraphSize:
         """Lane width and checkpointing for these branches."""
-        return self._engine.lane_size(self._profile, self._rows(branches), self._free)
+        return self.narrowing.lane(self._engine.lane_size(self._profile, self._rows(branches), self._free))
 
     def plan_lanes(self, branches: list[Tensor], size: GraphSize) -> list[tuple[int, ...]]:
         """The branches packed into lanes of that width."""
@@ -251,7 +259,7 @@ class CapturedPrompt:
         return [len(branch) + (self._routers is not None) for branch in branches]
 
     def halve(self, indices: tuple[int, ...], branches: list[Tensor], failure: Exception) -> list[tuple[int, ...]]:
-        """A lane that ran out of memory, in two; the narrower width is kept for lanes to come."""
+        """A lane that ran out of memory, in two; lanes to come keep to the narrower width."""
         self.refuse_in_lockstep(failure)
         lengths = self._rows([branches[i] for i in indices])
         if len(indices) == 1:
@@ -262,7 +270,7 @@ class CapturedPrompt:
             ) from failure
         self._report.retries += 1
         release_cached(self._engine.device)
-        self._engine.limit_lanes(max(max(lengths), sum(lengths) // 2))
+        self.narrowing.learn(Narrowing(lane_tokens=max(max(lengths), sum(lengths) // 2)))
         half = (len(indices) + 1) // 2
         return [indices[:half], indices[half:]]
 

@@ -19,6 +19,7 @@ from longstraw.runtime.ledger import GradientLedger, GradientSums
 from longstraw.runtime.lockstep import Kind, Lockstep
 from longstraw.runtime.memory import free_device_bytes
 from longstraw.runtime.modes import refuse_inference_mode
+from longstraw.runtime.narrowing import Narrowing
 from longstraw.runtime.peak import DevicePeak
 from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.report import Report
@@ -56,8 +57,7 @@ class Engine:
         self.tracer = build_tracer(config, self.store, self.device, self.sharding.ranks) if store is None else None
         self._peak = DevicePeak(self.device)
         self.progress: Progress = progress if progress is not None else lambda phase, chunks: chunks
-        self._lane_limit: int | None = None
-        self._chunk_limit: int | None = None
+        self.narrowing = Narrowing()
         self._sums = GradientSums()
         self._accumulating = self._closed = False
         self._counting: list[tuple[Report, Tally]] = []
@@ -236,7 +236,7 @@ class Engine:
     def lane_size(self, profile: ModelProfile, lengths: Sequence[int], free: int) -> GraphSize:
         """Lane width and checkpointing for branches of these lengths."""
         replay = self.config.replay
-        size = size_lane(
+        return size_lane(
             profile,
             lengths,
             free=free,
@@ -246,13 +246,10 @@ class Engine:
             logit_block_tokens=replay.logit_block_tokens,
             hidden_from=hiding_tokens(self.sharding.link_bytes_a_parameter()),
         )
-        if self._lane_limit is not None and self._lane_limit < size.tokens:
-            return GraphSize(tokens=self._lane_limit, checkpoint=size.checkpoint)
-        return size
 
     def chunk_size(self, profile: ModelProfile, rows: int, free: int) -> GraphSize:
         """Prompt tokens a chunk, and checkpointing in the sweep."""
-        size = size_chunk(
+        return size_chunk(
             profile,
             rows,
             free=free,
@@ -261,17 +258,6 @@ class Engine:
             checkpoint=self.config.replay.checkpoint,
             hidden_from=hiding_tokens(self.sharding.link_bytes_a_parameter()),
         )
-        if self._chunk_limit is not None and self._chunk_limit < size.tokens:
-            return GraphSize(tokens=self._chunk_limit, checkpoint=size.checkpoint)
-        return size
-
-    def limit_lanes(self, tokens: int) -> None:
-        """Memory ran out on a lane: keep to this width from now on."""
-        self._lane_limit = tokens if self._lane_limit is None else min(tokens, self._lane_limit)
-
-    def limit_chunks(self, tokens: int) -> None:
-        """Memory ran out on a chunk: keep to this length from now on."""
-        self._chunk_limit = tokens if self._chunk_limit is None else min(tokens, self._chunk_limit)
 
     def free_bytes(self) -> int:
         """Bytes that live graphs of a transaction can plan with, as it begins."""

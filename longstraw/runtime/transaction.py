@@ -322,6 +322,7 @@ class Transaction:
         own = self._ledger.begun and not self._engine.lockstep.collective
         self._engine.deliver(self._ledger.take() if own else {})
         self._captured.state.release()
+        self._engine.narrowing.learn(self._captured.narrowing)
         drift = self._drift.result()
         if drift is not None:
             self.report.drift_mean, self.report.drift_max = drift

@@ -46,6 +46,7 @@ class Armed:
     fault: Fault
     at: int
     rng: random.Random
+    narrow: int = 24
     happened: int = 0
     _calls: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -65,12 +66,12 @@ class Armed:
 
 
 @contextmanager
-def put_in(fault: Fault, model: Any, rng: random.Random) -> Iterator[Armed]:
+def put_in(fault: Fault, model: Any, rng: random.Random, narrow: int = 24) -> Iterator[Armed]:
     """Within it, `fault` happens from some call on, in about half of the calls.
 
     Disk calls are replaced for the whole process, at the lowest place: under every retry and check of the tiers.
     """
-    armed = Armed(fault=fault, at=rng.randint(0, 6), rng=random.Random(rng.random()))
+    armed = Armed(fault=fault, at=rng.randint(0, 6), rng=random.Random(rng.random()), narrow=narrow)
     with ExitStack() as stack:
         if fault in _READS:
             stack.enter_context(patch.object(os, "preadv", _disk(armed, os.preadv, _READS[fault])))
@@ -84,8 +85,8 @@ def put_in(fault: Fault, model: Any, rng: random.Random) -> Iterator[Armed]:
 
 
 def _memory(armed: Armed, tokens: int) -> None:
-    # Single tokens always fit: a wide lane has somewhere to go.
-    if (armed.fault is Fault.OUT_OF_MEMORY or tokens > 24) and armed.now():
+    # Narrow passes always fit: a wide one has somewhere to go, though not so far that a long prompt takes forever.
+    if (armed.fault is Fault.OUT_OF_MEMORY or tokens > armed.narrow) and armed.now():
         raise torch.OutOfMemoryError("CUDA out of memory. (put in by the stress run)")
 
 

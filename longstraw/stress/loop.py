@@ -139,7 +139,7 @@ class _Run:
         entry = self._entry(step)
         if self.mine.random() < self.options.fault_rate:
             fault = self.mine.choice(list(Fault))
-            with put_in(fault, self.inner, self.mine) as armed:
+            with put_in(fault, self.inner, self.mine, max(24, self.options.prompt_tokens // 32)) as armed:
                 error = self._attempt(runtime, groups, armed)
             self.result.faults[fault.value] += bool(armed.happened)
         else:

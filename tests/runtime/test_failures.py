@@ -247,6 +247,33 @@ def test_out_of_memory_in_the_capture_of_one_token_is_a_capacity_error(kind: str
         bench.assert_succeeds()
 
 
+def test_widths_that_did_not_help_are_forgotten() -> None:
+    bench = Bench()
+    with out_of_memory_in_forward(bench.model, Fuse(above=0)):
+        with pytest.raises(CapacityError, match="single prompt token"), bench.txn:
+            pass
+    # One that ends in another error has not shown that its widths are of use either.
+    with pytest.raises(ZeroDivisionError), bench.runtime.transaction(GROUP.prompt) as txn:
+        with out_of_memory_in_forward(bench.model, Fuse(above=8)) as fuse:
+            txn.score(GROUP.responses)
+        assert fuse.blown
+        raise ZeroDivisionError
+    with bench.runtime.transaction(GROUP.prompt) as after:
+        replay_group(after, GROUP)
+    assert (after.report.retries, after.report.chunks, after.report.lanes) == (0, 3, 2)
+
+
+def test_chunks_are_not_shortened_beyond_a_64th() -> None:
+    bench = Bench(config=settings(capture={"chunk_tokens": 256}))
+    prompt = torch.randint(40, (600,), generator=torch.Generator().manual_seed(0))
+    with out_of_memory_in_forward(bench.model, Fuse(above=3)) as fuse:
+        with pytest.raises(CapacityError, match="4 prompt tokens, and shorter chunks would not help"):
+            bench.runtime.score(prompt, GROUP.responses)
+    assert fuse.blown == 7
+    bench.assert_undone()
+    bench.assert_succeeds()
+
+
 def test_out_of_memory_in_score_is_retried_narrower() -> None:
     bench = Bench()
     with bench.txn as txn:

@@ -150,7 +150,7 @@ def test_command(tmp_path: Path, invoke: Callable[..., Any], monkeypatch: pytest
     ended = invoke(*arguments, "--json", out, "--budgets", "64KiB,128KiB,16MiB")
     assert ended.exit_code == 0, ended.output
     assert "passed: nothing leaked, nothing wrong" in ended.output
-    assert json.loads(out.read_text())["passed"] is True
+    assert json.loads(out.read_text()).items() >= {"passed": True, "finished": True}.items()
     ended = invoke(*arguments, "--fault-rate", 1e-9, "--parity-rate", 1e-9)
     assert "no fault happened in 2 steps; give it more --seconds" in ended.output
     assert "no gradient was compared in 2 steps; give it more --seconds" in ended.output
@@ -160,6 +160,24 @@ def test_command(tmp_path: Path, invoke: Callable[..., Any], monkeypatch: pytest
     ended = invoke(*arguments)
     assert ended.exit_code == 1
     assert "PROBLEM" in ended.output
+
+
+def test_a_run_that_is_stopped_leaves_its_figures(
+    tmp_path: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, out = loop._Run._step, tmp_path / "out.json"
+
+    def stopped_in_the_third(self: Any, runtime: Any, step: int) -> None:
+        if step == 2:
+            raise KeyboardInterrupt
+        real(self, runtime, step)
+
+    monkeypatch.setattr(loop._Run, "_step", stopped_in_the_third)
+    ended = invoke("stress", "--scratch", tmp_path, "--prompt-tokens", 32, "--layers", 2, "--json", out)
+    assert ended.exit_code == 130
+    found = json.loads(out.read_text())
+    assert (found["finished"], found["steps"]) == (False, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
 @pytest.mark.stress
