@@ -30,7 +30,9 @@ def model(record: dict[str, Any]) -> Blueprint:
     if record["figure"].startswith("capacity"):
         pattern = SHAPES["qwen3_6"]["layer_types"]
         shape = {"num_hidden_layers": layers, "layer_types": [pattern[i % len(pattern)] for i in range(layers)]}
-        return blueprint(AutoConfig.for_model("qwen3_5_text", **(SHAPES["qwen3_6"] | shape)), lora_rank=16)
+        rule = record["settings"].get("kernels", {}).get("gated_delta", "auto")
+        config = AutoConfig.for_model("qwen3_5_text", **(SHAPES["qwen3_6"] | shape))
+        return blueprint(config, lora_rank=16, gated_delta=rule)
     config = AutoConfig.for_model("qwen3", **(QWEN3_8B | {"num_hidden_layers": layers}))
     return blueprint(config, lora_rank=16 if record.get("lora", True) else None)
 

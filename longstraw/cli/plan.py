@@ -17,7 +17,7 @@ from longstraw.config.sizes import approximate_bytes
 from longstraw.errors import ConfigError
 
 if TYPE_CHECKING:
-    from longstraw.planner import Machine, Plan, ShardingChoice
+    from longstraw.planner import Blueprint, Machine, Plan, ShardingChoice
 
 
 def plan(
@@ -72,11 +72,17 @@ def plan(
         prompt=parse_count("--prompt", prompt), group=group, response=parse_count("--response", response)
     )
     machine = _share(Machine() if rates is None else Machine.load(rates), gpus)
-    found = make_plan(blueprint(config, dtype=kind, lora_rank=lora), workload, settings, machine, sharding=choice)
+    rule = settings.kernels.gated_delta
+    made = blueprint(config, dtype=kind, lora_rank=lora, gated_delta=rule)
+    found = make_plan(made, workload, settings, machine, sharding=choice)
     ways = ways_to_reduce(found)
     advice = []
     if found.problem is not None:
-        advice = advise(found, None if lora else lambda rank: blueprint(read_config(model), dtype=kind, lora_rank=rank))
+
+        def with_lora(rank: int) -> Blueprint:
+            return blueprint(read_config(model), dtype=kind, lora_rank=rank, gated_delta=rule)
+
+        advice = advise(found, None if lora else with_lora)
     notes = _notes(found, lora)
     if as_json:
         typer.echo(
@@ -119,6 +125,11 @@ def _notes(plan: Plan, lora: int | None) -> list[str]:
             )
     notes += _rank_notes(plan)
     kinds = {work.kind for work in plan.blueprint.work} - {"attention"}
+    if "fused recurrent" in kinds:
+        notes.append(
+            "gated delta rules are planned as flash-linear-attention computes them; kernels.gated_delta: torch plans "
+            "torch's own, which are slower and take more memory"
+        )
     if kinds:
         notes.append(
             f"time: for layers of kind {', '.join(sorted(kinds))} the rates come from few measurements; give your own "
@@ -211,7 +222,7 @@ def _device_table(plan: Plan) -> Table:
         "gradients on their way": memory.arriving,
         "the LM head's gradient": memory.head,
         "pages": memory.pages,
-        "live graph of a lane": memory.lane,
+        "live graph of a lane": memory.lane + memory.lane_layer,
         "live graph of a chunk (not beside a lane's)": memory.chunk,
         "workspace of a layer": max(memory.lane_workspace, memory.chunk_workspace),
         "block of logits": memory.logits,

@@ -12,7 +12,7 @@ class LayerWork:
     """Operations of one layer's mixing of tokens, beside its matrices.
 
     Attributes:
-        kind: "attention", "window", "latent", "sparse latent" or "recurrent".
+        kind: "attention", "window", "latent", "sparse latent", "recurrent" or "fused recurrent".
         head_dim: which attention rate counts.
         pair: operations of a query and a key that it sees, forward.
         sees: the most keys that a query sees; None for all before it.

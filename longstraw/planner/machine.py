@@ -31,6 +31,7 @@ class Machine:
         attention_queries: the backward of keys whose own gradient nobody wants, by the head dims that it is made for.
         latent_forward, latent_backward: attention of latents, whole or selected, and the index that selects.
         recurrent: recurrences, by the torch rule.
+        fused_recurrent: gated delta rules, by flash-linear-attention.
         memory: device memory, both ways together.
         h2d, d2h, both: the link, each way alone, and both ways at once.
         disk_read, disk_write: the disk.
@@ -50,6 +51,7 @@ class Machine:
     latent_forward: float = 45e12
     latent_backward: float = 150e12
     recurrent: float = 2.5e12
+    fused_recurrent: float = 25e12
     memory: float = 3.6e12
     h2d: float = 55e9
     d2h: float = 55e9

@@ -11,11 +11,21 @@ from longstraw.planner.pages import DEVICE
 from longstraw.planner.sharding import RankMemory
 from longstraw.resident.state import DTYPE_BYTES
 from longstraw.runtime.prompt_state import PromptState, output_specs, token_specs
-from longstraw.runtime.sizing import GraphSize, block_rows, graph_bytes, logits_bytes, workspace_bytes
+from longstraw.runtime.sizing import (
+    GraphSize,
+    block_rows,
+    checkpointed_bytes,
+    graph_bytes,
+    logits_bytes,
+    workspace_bytes,
+)
 
 # Layers' graphs that are freed when the first workspace is needed: a lane's backward comes to the last layer's mixing
-# after its MLP; a chunk's skips the last layer's mixing. Fitted to measured peaks (tests/planner/test_measured.py).
+# after its MLP; a chunk's skips the last layer's mixing. With checkpointing there is nothing yet to be freed. Fitted to
+# measured peaks (tests/planner/test_measured.py), as the next is.
 _FREED_LANE, _FREED_CHUNK = 0.5, 2.0
+# A layer that runs again in a checkpointed backward: the largest one's graph and gradients, in graphs of the mean one.
+_AGAIN = 3.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +39,8 @@ class DeviceMemory:
         arriving: the largest gradient, or a unit's gradients, on their way into the sums.
         head: the LM head's own gradient while it is summed over blocks, where it is trained.
         pages: prompt state that a device tier holds.
-        lane, chunk: live graph of the widest lane, and of a chunk of the sweep (0 without one).
+        lane, chunk: what autograd keeps of the widest lane, and of the longest chunk of the sweep (0 without one).
+        lane_layer, chunk_layer: of a layer that checkpointing runs again, with its gradients; 0 without.
         lane_workspace, chunk_workspace: of a layer's mixing of tokens, beyond what its backward has freed by then.
         logits: one block, beside a lane.
         staging: slots that pages pass through.
@@ -44,6 +55,8 @@ class DeviceMemory:
     pages: int
     lane: int
     chunk: int
+    lane_layer: int
+    chunk_layer: int
     lane_workspace: int
     chunk_workspace: int
     logits: int
@@ -54,8 +67,8 @@ class DeviceMemory:
     def beyond_weights(self) -> int:
         """The peak, without the weights."""
         before = 0 if self.one_lane else self.gradients
-        replay = before + self.lane + max(self.logits + self.head, self.lane_workspace)
-        sweep = self.gradients + self.arriving + self.chunk + self.chunk_workspace
+        replay = before + self.lane + max(self.logits + self.head, self.lane_layer + self.lane_workspace)
+        sweep = self.gradients + self.arriving + self.chunk + self.chunk_layer + self.chunk_workspace
         return max(replay, sweep) + self.gathered + self.pages + self.staging
 
     @property
@@ -76,16 +89,26 @@ def device_memory(
     lane: GraphSize,
     lane_tokens: Sequence[int],
     chunk: GraphSize,
+    chunk_tokens: int,
     state: PromptState,
     rows: int,
     device_pages: int,
 ) -> DeviceMemory:
-    """Memory of a step with lanes of `lane_tokens`, on a prompt of `rows` rows cut as `chunk` says."""
+    """Memory of a step with lanes of `lane_tokens`, on a prompt of `rows` rows in chunks of up to `chunk_tokens`."""
     profile, exact = blueprint.profile, config.gradient.prompt == "exact"
-    swept = min(chunk.tokens, rows) if exact else 0
+    swept = chunk_tokens if exact else 0
     widest = max(lane_tokens)
-    graphs = widest * graph_bytes(profile, lane.checkpoint), swept * graph_bytes(profile, chunk.checkpoint)
     layer = profile.graph_bytes / max(profile.blocks, 1)
+
+    def kept(size: GraphSize) -> int:
+        return checkpointed_bytes(profile) if size.checkpoint and profile.blocks else graph_bytes(profile, False)
+
+    def again(size: GraphSize) -> float:
+        return _AGAIN * layer if size.checkpoint and profile.blocks else 0.0
+
+    def workspace(size: GraphSize, freed: float) -> float:
+        return max(workspace_bytes(profile) - (0.0 if size.checkpoint else freed * layer), 0.0)
+
     return DeviceMemory(
         weights=rank.weights,
         gathered=rank.gathered,
@@ -93,10 +116,12 @@ def device_memory(
         arriving=rank.arriving,
         head=blueprint.head * (4 + blueprint.element) if blueprint.head_trained else 0,
         pages=device_pages,
-        lane=graphs[0],
-        chunk=graphs[1],
-        lane_workspace=int(widest * max(workspace_bytes(profile) - _FREED_LANE * layer, 0)),
-        chunk_workspace=int(swept * max(workspace_bytes(profile) - _FREED_CHUNK * layer, 0)),
+        lane=widest * kept(lane),
+        chunk=swept * kept(chunk),
+        lane_layer=int(widest * again(lane)),
+        chunk_layer=int(swept * again(chunk)),
+        lane_workspace=int(widest * workspace(lane, _FREED_LANE)),
+        chunk_workspace=int(swept * workspace(chunk, _FREED_CHUNK)),
         logits=logits_bytes(profile, min(config.replay.logit_block_tokens, widest)),
         staging=_staging(blueprint, config, state, rows, swept),
         one_lane=len(lane_tokens) == 1,

@@ -172,6 +172,7 @@ def make_plan(
         lane=lane,
         lane_tokens=[sum(lengths) for lengths in lanes],
         chunk=chunk,
+        chunk_tokens=max((stop - start for start, stop in chunks), default=0),
         state=state,
         rows=rows,
         device_pages=sum(pager.used for pager in pagers if pager.kind == "device"),

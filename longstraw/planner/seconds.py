@@ -133,6 +133,8 @@ class Costs:
         machine = self._machine
         if work.kind == "recurrent":
             return machine.recurrent
+        if work.kind == "fused recurrent":
+            return machine.fused_recurrent
         if work.kind in ("latent", "sparse latent"):
             return machine.latent_backward if backward else machine.latent_forward
         return machine.attention_rate(

@@ -48,9 +48,13 @@ def graph_bytes(profile: ModelProfile, checkpoint: bool) -> int:
     whole graph with its gradients."""
     if not checkpoint or not profile.blocks:
         return max(profile.graph_bytes, 1)
+    return checkpointed_bytes(profile) + 3 * profile.graph_bytes // profile.blocks
+
+
+def checkpointed_bytes(profile: ModelProfile) -> int:
+    """Bytes a token that checkpointing keeps throughout: each layer's input and what it keeps beside it."""
     inputs = profile.blocks * profile.hidden_size * profile.hidden_dtype.itemsize
-    kept = inputs + sum(layer.kept_bytes for layer in profile.layers)
-    return kept + 3 * profile.graph_bytes // profile.blocks
+    return inputs + sum(layer.kept_bytes for layer in profile.layers)
 
 
 def workspace_bytes(profile: ModelProfile) -> int:

@@ -46,7 +46,7 @@ def test_it_is_the_profile_of_the_real_model(kind: str) -> None:
     if hasattr(model.config, "num_experts_per_tok"):
         model.bfloat16().set_experts_implementation("grouped_mm")
     expected = adapt(model, None, Config()).profile()
-    found = blueprint(model.config, dtype=model.dtype)
+    found = blueprint(model.config, dtype=model.dtype, gated_delta="torch")
     assert found.profile.layers == expected.layers
     assert found.profile.graph_bytes == pytest.approx(expected.graph_bytes, rel=0.01)
     assert (found.profile.hidden_size, found.profile.vocab_size) == (expected.hidden_size, expected.vocab_size)
@@ -125,3 +125,22 @@ def test_configs_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="no config that transformers can read"):
         read_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
+def test_gated_delta_rules_as_a_gpu_computes_them(kind: str) -> None:
+    config = TINY[kind]().config
+    torch_rule = blueprint(config, gated_delta="torch")
+    wide = blueprint(config, dtype=torch.float32)
+    for rule in ("auto", "fla"):
+        found = blueprint(config, gated_delta=rule)
+        kinds = {(a.kind, b.kind) for a, b in zip(torch_rule.work, found.work, strict=True)}
+        assert ("recurrent", "fused recurrent") in kinds
+        changed = [
+            a.workspace_bytes > b.workspace_bytes
+            for a, b, work in zip(torch_rule.profile.layers, found.profile.layers, found.work, strict=True)
+            if work.kind == "fused recurrent"
+        ]
+        assert all(changed)
+    # flash-linear-attention would narrow it.
+    assert "fused recurrent" not in {work.kind for work in wide.work}

@@ -115,7 +115,7 @@ def test_chunks_are_long_enough_to_hide_offloaded_weights(qwen3_8b: Blueprint) -
 
 
 def test_advice_names_a_sharding_that_fits(qwen3_8b: Blueprint) -> None:
-    small = Machine(device_bytes=60_000_000_000)
+    small = Machine(device_bytes=54_000_000_000)
     found = plan(qwen3_8b, "ddp", 8, machine=small)
     assert found.problem is not None
     assert "--sharding fsdp2" in advise(found)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,16 @@ from longstraw.integrations.transformers.adapter import TransformersAdapter
 from longstraw.integrations.transformers.checks import find_attentions
 from longstraw.integrations.transformers.experts import GROUPED, AnyGroup, refuses_grouped
 from longstraw.integrations.transformers.families import family_of
+from longstraw.integrations.transformers.families.gated_delta import MIXER as GATED_DELTA
+from longstraw.integrations.transformers.families.kimi_linear import MIXER as KIMI_DELTA
+from longstraw.kernels.gated_delta.fla import fla_workspace_bytes
 from longstraw.planner.blueprint import Blueprint, LayerWork
 from longstraw.resident.state import StateKind
 from longstraw.runtime.layer_spec import LayerSpec
 from longstraw.runtime.passes import ForwardPass
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_DELTA = (GATED_DELTA, KIMI_DELTA)
 _CHUNK = 64
 """Tokens of a chunk of the delta rule, in the kernels that compute it."""
 
@@ -42,13 +47,20 @@ def read_config(source: str | Path) -> Any:
         raise ConfigError(f"{source}: no config that transformers can read ({error})") from error
 
 
-def blueprint(config: Any, *, dtype: torch.dtype = torch.bfloat16, lora_rank: int | None = None) -> Blueprint:
+def blueprint(
+    config: Any,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    lora_rank: int | None = None,
+    gated_delta: Literal["auto", "fla", "torch"] = "auto",
+) -> Blueprint:
     """The blueprint of a causal LM with this config; no weight is made and nothing is computed.
 
     Args:
         config: a transformers config, a multimodal one too.
         dtype: of weights and activations.
         lora_rank: of LoRA matrices, of the same dtype, on every linear layer but the head; None trains all weights.
+        gated_delta: what computes gated delta rules, as in `kernels.gated_delta`; "auto" is what it is on a GPU.
 
     Raises:
         UnsupportedModelError: some layer is of no supported family.
@@ -79,6 +91,9 @@ def blueprint(config: Any, *, dtype: torch.dtype = torch.bfloat16, lora_rank: in
         adapter = _ShapeAdapter(_ShapeSharding(model, wide=True), text, dtype)
         profile = adapter.profile()
     mixers = {index: mixer for index, (_, mixer) in find_attentions(base).items()}
+    fused = gated_delta != "torch" and dtype.itemsize == 2
+    if fused:
+        profile = replace(profile, layers=tuple(_fused(layer, mixers[layer.index]) for layer in profile.layers))
     head = base.get_output_embeddings()
     embeddings = {id(p) for p in (*base.get_input_embeddings().parameters(), *head.parameters())}
     parameters = list(model.parameters())
@@ -91,7 +106,7 @@ def blueprint(config: Any, *, dtype: torch.dtype = torch.bfloat16, lora_rank: in
     return Blueprint(
         name=f"{config.model_type}, {_in_words(values)} parameters",
         profile=profile,
-        work=tuple(_work(layer, mixers[layer.index], text) for layer in profile.layers),
+        work=tuple(_work(layer, mixers[layer.index], text, fused=fused) for layer in profile.layers),
         parameters=sum(p.numel() for p in parameters),
         weight_bytes=_nbytes(parameters),
         trained=sum(p.numel() for p in leaves),
@@ -193,7 +208,15 @@ def _met(parameter: Tensor, config: Any) -> float:
     return parameter.numel() * float(config.num_experts_per_tok) / experts
 
 
-def _work(layer: LayerSpec, mixer: Any, config: Any) -> LayerWork:
+def _fused(layer: LayerSpec, mixer: nn.Module) -> LayerSpec:
+    """The layer as on a GPU: the shapes here are a CPU's, where flash-linear-attention does not run."""
+    if family_of(mixer) not in _DELTA:
+        return layer
+    (heads, k_dim, v_dim) = layer.spec("recurrent").fields[0].shape
+    return replace(layer, workspace_bytes=fla_workspace_bytes(heads, k_dim, v_dim, 2))
+
+
+def _work(layer: LayerSpec, mixer: nn.Module, config: Any, *, fused: bool) -> LayerWork:
     states = {spec.name: spec for spec in layer.states}
     if "kv" in states:
         heads, head_dim = states["attention_out"].fields[0].shape
@@ -212,7 +235,8 @@ def _work(layer: LayerSpec, mixer: Any, config: Any) -> LayerWork:
     heads, k_dim, v_dim = states["recurrent"].fields[0].shape
     assert states["recurrent"].kind is StateKind.CARRIED
     # Per head: state in and out (2 products of k_dim x v_dim), and the chunk's own triangles.
-    return LayerWork(kind="recurrent", token=heads * (6.0 * k_dim * v_dim + 4.0 * _CHUNK * (k_dim + v_dim)))
+    kind = "fused recurrent" if fused and family_of(mixer) in _DELTA else "recurrent"
+    return LayerWork(kind=kind, token=heads * (6.0 * k_dim * v_dim + 4.0 * _CHUNK * (k_dim + v_dim)))
 
 
 def _in_words(count: int) -> str:

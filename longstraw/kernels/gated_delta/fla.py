@@ -100,8 +100,16 @@ class FlaRule:
     def workspace_bytes(
         self, num_v_heads: int, k_dim: int, v_dim: int, element: int, *, per_channel: bool = False
     ) -> int:
-        """Bytes a token that a backward needs for a moment: keys, values and their gradients, and a state a chunk."""
-        return num_v_heads * (8 * element * (k_dim + v_dim) + 4 * element * k_dim * v_dim // 64)
+        """Bytes a token that a backward needs for a moment."""
+        return fla_workspace_bytes(num_v_heads, k_dim, v_dim, element)
+
+
+def fla_workspace_bytes(num_v_heads: int, k_dim: int, v_dim: int, element: int) -> int:
+    """Bytes a token that a backward needs for a moment: keys, values and their gradients, and a state a chunk.
+
+    `element` is the bytes of a value of the inputs. The package need not be installed.
+    """
+    return num_v_heads * (8 * element * (k_dim + v_dim) + 4 * element * k_dim * v_dim // 64)
 
 
 def refusal(
