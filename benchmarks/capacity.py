@@ -17,6 +17,7 @@ import torch
 from benchmarks.common import Record, free_memory, random_group
 from benchmarks.family_layers import SHAPES, ours
 from longstraw import Runtime
+from longstraw.runtime.sizing import workspace_bytes
 
 LINEAR = [
     "q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj",
@@ -80,13 +81,17 @@ def main() -> None:
         free_memory()
         before = torch.cuda.memory_allocated()
         with Runtime(model, settings) as runtime:
+            profile = runtime._engine.adapter.profile()
+            sizes = {"graph": profile.graph_bytes, "layer workspace": workspace_bytes(profile)}
+            free = runtime._engine.free_bytes()
             report = ours(runtime, ids, responses)
         gradients = [p.grad for p in model.parameters() if p.requires_grad]
         assert all(g is not None and bool(g.isfinite().all()) for g in gradients)
         record.add(
             "capacity: Qwen3.6-27B, LoRA", layers=options.layers, mode=options.mode, prompt=prompt,
             group=options.group, response=options.response, rule=options.rule, weights_gib=before / 2**30,
-            peak_beyond_weights_gib=(report["peak_device_bytes"] - before) / 2**30, settings=settings, report=report,
+            peak_beyond_weights_gib=(report["peak_device_bytes"] - before) / 2**30, bytes_per_token=sizes,
+            free_gib=free / 2**30, settings=settings, report=report,
         )  # fmt: skip
 
 

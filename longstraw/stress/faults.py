@@ -46,7 +46,7 @@ class Armed:
     fault: Fault
     at: int
     rng: random.Random
-    narrow: int = 24
+    narrow: int
     happened: int = 0
     _calls: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -66,8 +66,8 @@ class Armed:
 
 
 @contextmanager
-def put_in(fault: Fault, model: Any, rng: random.Random, narrow: int = 24) -> Iterator[Armed]:
-    """Within it, `fault` happens from some call on, in about half of the calls.
+def put_in(fault: Fault, model: Any, rng: random.Random, narrow: int) -> Iterator[Armed]:
+    """Within it, `fault` happens from some call on, in about half of the calls; memory for `narrow` tokens is there.
 
     Disk calls are replaced for the whole process, at the lowest place: under every retry and check of the tiers.
     """

@@ -139,7 +139,9 @@ class _Run:
         entry = self._entry(step)
         if self.mine.random() < self.options.fault_rate:
             fault = self.mine.choice(list(Fault))
-            with put_in(fault, self.inner, self.mine, max(24, self.options.prompt_tokens // 32)) as armed:
+            # A response, and a 32nd of a prompt, always fit.
+            narrow = max(self.options.response_tokens, self.options.prompt_tokens // 32)
+            with put_in(fault, self.inner, self.mine, narrow) as armed:
                 error = self._attempt(runtime, groups, armed)
             self.result.faults[fault.value] += bool(armed.happened)
         else:
