@@ -16,7 +16,7 @@ import torch
 from longstraw.doctor.finding import Finding, bad, good, note
 from longstraw.errors import UnsupportedModelError
 from longstraw.kernels.gated_delta.choose import choose_rule
-from longstraw.pagers.engines.deepspeed import is_built
+from longstraw.pagers.engines.deepspeed import is_built, unreadable_archs
 from longstraw.pagers.engines.kvikio import DRIVER
 from longstraw.pagers.engines.trial import NO_PGETEVENTS, lacks_pgetevents
 
@@ -93,10 +93,15 @@ def _async_io() -> Finding:
             "disk (device: nvme) and engine deepspeed are not there",
             "apt install g++ libaio-dev",
         )
+    build = "python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()'"
+    if archs := unreadable_archs():
+        return note(
+            "async_io",
+            f"DeepSpeed's async_io is not built, and its builder cannot read {archs} in TORCH_CUDA_ARCH_LIST",
+            f"env -u TORCH_CUDA_ARCH_LIST {build}",
+        )
     return note(
-        "async_io",
-        "DeepSpeed's async_io is not built yet; its first use compiles it, which takes minutes",
-        "python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()'",
+        "async_io", "DeepSpeed's async_io is not built yet; its first use compiles it, which takes minutes", build
     )
 
 

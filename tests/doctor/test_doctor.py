@@ -70,7 +70,11 @@ def test_what_async_io_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "apt install g++ libaio-dev" in found.fix
     monkeypatch.setattr(software, "_has_headers", lambda: True)
     monkeypatch.setattr(software.shutil, "which", lambda name: "/usr/bin/g++")
-    assert "AsyncIOBuilder().load()" in software._async_io().fix
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    assert software._async_io().fix.startswith("python -c 'from deepspeed.ops.op_builder import AsyncIOBuilder")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a;10.0+PTX")
+    assert "cannot read 9.0a in TORCH_CUDA_ARCH_LIST" in software._async_io().text
+    assert software._async_io().fix.startswith("env -u TORCH_CUDA_ARCH_LIST python -c")
     monkeypatch.setattr(software, "is_built", lambda: True)
     monkeypatch.setattr(software, "lacks_pgetevents", lambda: False)
     assert software._async_io().level is Level.GOOD

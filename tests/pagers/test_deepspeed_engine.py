@@ -175,6 +175,8 @@ class AsyncIOBuilder:
         return os.environ["FAKE_ASYNC_IO"] != "missing"
 
     def load(self, verbose):
+        if os.environ["FAKE_ASYNC_IO"] == "arch":
+            raise ValueError("invalid literal for int() with base 10: '0a'")
         return types.SimpleNamespace(aio_handle=Handle)
 """
 
@@ -185,6 +187,7 @@ class AsyncIOBuilder:
         ("dies", r"which died by SIGSEGV, as this one would have \(.*mlock failed to allocate\); set engine to posix"),
         ("lies", r"which ended with 1.*bytes \d+:\d+ of a block came back as others"),
         ("missing", r"^tiers\[i\].engine: DeepSpeed's async_io cannot be built here"),
+        ("arch", r"base 10: '0a'\); unset TORCH_CUDA_ARCH_LIST, whose 9.0a its builder cannot read, or set engine to"),
         ("works", None),
     ],
 )
@@ -199,6 +202,7 @@ def test_trial_in_a_process_of_its_own(
     (package / "op_builder.py").write_text(FAKE_DEEPSPEED)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     monkeypatch.setenv("FAKE_ASYNC_IO", how)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0+PTX 9.0a" if how == "arch" else "9.0")
     monkeypatch.setattr(trial, "_passed", set())
     if told is None:
         trial.try_apart(disk, SMALL, CPU)

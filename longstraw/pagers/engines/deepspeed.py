@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import re
 import weakref
 from pathlib import Path
 from queue import SimpleQueue
@@ -159,10 +160,21 @@ def load_op() -> ModuleType:
         op: ModuleType = builder.load(verbose=False)
     except Exception as cause:  # its builder raises whatever it meets: TypeError where CUDA's folder is not known
         last = (str(cause).strip() or type(cause).__name__).splitlines()[-1]
+        archs = unreadable_archs()
+        unset = f"unset TORCH_CUDA_ARCH_LIST, whose {archs} its builder cannot read, or " if archs else ""
         raise ConfigError(
-            f"tiers[i].engine: DeepSpeed's async_io was not built or loaded ({last}); set engine to posix"
+            f"tiers[i].engine: DeepSpeed's async_io was not built or loaded ({last}); {unset}set engine to posix"
         ) from cause
     return op
+
+
+def unreadable_archs() -> str:
+    """The entries of TORCH_CUDA_ARCH_LIST that DeepSpeed's builder stops at, such as 9.0a; "" if there are none.
+
+    torch takes them; DeepSpeed 0.19 reads each part of a number as an integer.
+    """
+    entries = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    return ", ".join(entry for entry in entries if not re.fullmatch(r"\d+\.\d+(\+PTX)?", entry))
 
 
 def is_built() -> bool:
