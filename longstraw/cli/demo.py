@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from longstraw.cli.outputs import json_option
+
 
 def demo(
     steps: Annotated[int, typer.Option(help="Optimizer steps, each with responses sampled anew.")] = 4,
@@ -20,7 +22,7 @@ def demo(
         Path | None,
         typer.Option(help="Folder for pages that overflow.", exists=True, file_okay=False),
     ] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Also write all figures here.")] = None,
+    json_out: Annotated[Path | None, json_option("Also write all figures here.")] = None,
 ) -> None:
     """Train a real model on a long prompt, and take one gradient the ordinary way beside it.
 

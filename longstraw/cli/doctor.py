@@ -11,13 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from longstraw.cli.outputs import json_option
+
 _STYLE = {"good": "green", "note": "yellow", "bad": "bold red"}
 
 
 def doctor(
     disks: Annotated[list[Path] | None, typer.Argument(help="Folders that nvme tiers may use.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML of settings: make and describe its tiers.")] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the findings here.")] = None,
+    json_out: Annotated[Path | None, json_option("Also write the findings here.")] = None,
 ) -> None:
     """Examine GPUs, links, NUMA nodes, memory limits, disks and versions; say what to do about each finding.
 

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from longstraw.cli.outputs import json_option
 from longstraw.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def probe(
     size: Annotated[str, typer.Option(help="Bytes of the file that is written and read.")] = "1GiB",
     block: Annotated[str, typer.Option(help="Bytes of one operation, as tiers[].block.")] = "4MiB",
     threads: Annotated[int, typer.Option(help="Operations at once, as tiers[].threads.", min=1)] = 4,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the record here.")] = None,
+    json_out: Annotated[Path | None, json_option("Also write the record here.")] = None,
     keep: Annotated[bool, typer.Option(help="Add this to the record that auto settings read.")] = True,
 ) -> None:
     """Measure host-to-device and device-to-host copies of every GPU, and every engine on each folder."""
@@ -30,6 +31,9 @@ def probe(
     from longstraw.doctor import probe as run_probe
     from longstraw.pagers.engines import EngineSettings
 
+    for disk in disks or []:
+        if not disk.is_dir():
+            raise ConfigError(f"{disk} is no directory; create it, or name one that exists")
     try:
         nbytes, block_bytes = parse_bytes(size), parse_bytes(block)
     except ValueError as error:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from longstraw.cli.outputs import in_a_folder
 from longstraw.config.sizes import approximate_bytes
 from longstraw.errors import ConfigError
 from longstraw.runtime.report import aux_loss_line
@@ -19,7 +20,9 @@ _NEEDED = ("seconds", "stall_seconds", "stall_seconds_by_tier", "bytes_read", "b
 
 def report(
     run: Annotated[Path, typer.Argument(help="JSON that txn.report.save wrote.", exists=True, dir_okay=False)],
-    plot: Annotated[Path | None, typer.Option(help="Draw it here: a .svg or .html file.", dir_okay=False)] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw it here: a .svg or .html file.", callback=in_a_folder)
+    ] = None,
 ) -> None:
     """Show what a transaction did: seconds and waits by phase, bytes by tier, and with --plot a picture over time."""
     figures = read_report(run)

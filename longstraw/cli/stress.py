@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from longstraw.cli.outputs import json_option
 from longstraw.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ def stress(
         typer.Option(help="float64, float32 or bfloat16.", show_default="float64 on a CPU, float32 on a GPU"),
     ] = None,
     json_out: Annotated[
-        Path | None,
-        typer.Option("--json", help="Also write the figures here, each rank its own, anew after every step."),
+        Path | None, json_option("Also write the figures here, each rank its own, anew after every step.")
     ] = None,
 ) -> None:
     """Run random groups with random faults through real transactions, and compare gradients now and then.

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from longstraw.cli.outputs import json_option
 from longstraw.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def verify(
     ] = None,
     gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in MODEL_DIR to load.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random tokens and loss weights.")] = 0,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Also write every parameter here.")] = None,
+    json_out: Annotated[Path | None, json_option("Also write every parameter here.")] = None,
 ) -> None:
     """Compare every parameter's gradient with plain autograd on unpadded prompt+response rows.
 

@@ -51,3 +51,17 @@ def test_as_a_process(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert "cannot load a causal LM" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["doctor", "--json"], ["probe", "--json"], ["stress", "--json"], ["demo", "--json"], ["verify", ".", "--json"]],
+    ids=lambda words: words[0],
+)
+def test_an_output_that_cannot_be_written_is_refused_first(
+    tmp_path: Path, invoke: Callable[..., Any], command: list[str]
+) -> None:
+    for path, words in ((tmp_path / "missing" / "a.json", "is no folder; create it"), (tmp_path, "is a folder;")):
+        ended = invoke(*command, path)
+        assert ended.exit_code == 2
+        assert words in " ".join(ended.output.replace("│", " ").split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -142,9 +143,11 @@ def _with_lora(model: Any, rank: int) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ConfigError("--lora needs PEFT: install longstraw[peft]") from error
-    return get_peft_model(
-        model, LoraConfig(task_type="CAUSAL_LM", r=rank, lora_dropout=0.0, target_modules="all-linear")
-    )
+    lora = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_dropout=0.0, target_modules="all-linear")
+    with warnings.catch_warnings():
+        # PEFT asks transformers for this by its former name; whoever plans a step can do nothing about it.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return get_peft_model(model, lora)
 
 
 def _without_memory(model: nn.Module) -> None:

@@ -91,8 +91,9 @@ def find_attentions(model: PreTrainedModel) -> dict[int, tuple[nn.Module, nn.Mod
             family = family_of(mixer)
             if family is None:
                 raise UnsupportedModelError(
-                    f"layer {number} of {type(model).__name__} has a {type(mixer).__name__}, which is not supported "
-                    f"yet; supported are {', '.join(known_classes())}. docs/adding_a_family.md says how to add one"
+                    f"layer {number} of {type(model).__name__} mixes tokens by {type(mixer).__name__}, which is not "
+                    f"supported yet; supported are {', '.join(known_classes())}. docs/adding_a_family.md says how to "
+                    "add one"
                 )
             reason = family.refuse(mixer, config)
             if reason is not None:
