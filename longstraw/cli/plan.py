@@ -180,8 +180,8 @@ def _print(plan: Plan, ways: dict[str, dict[str, Any]], advice: list[str], notes
         f"prompt {load.prompt:,}, {load.group} responses of {load.response:,} tokens, "
         f"{plan.config.gradient.prompt} gradient"
     )
-    console.print(_cut("chunks", plan.chunks, plan.chunk.tokens, plan.chunk.checkpoint), end="; ")
-    console.print(_cut("lanes", plan.lanes, plan.lane.tokens, plan.lane.checkpoint), end="; ")
+    console.print(_cut("chunks", plan.chunks, plan.longest_chunk, plan.chunk.checkpoint), end="; ")
+    console.print(_cut("lanes", plan.lanes, plan.widest_lane, plan.lane.checkpoint), end="; ")
     console.print(f"attention outputs of {plan.kept_output_layers} of {plan.outputs_possible} layers kept\n")
     console.print(_device_table(plan))
     console.print(_page_table(plan))
@@ -223,7 +223,7 @@ def _device_table(plan: Plan) -> Table:
         "the LM head's gradient": memory.head,
         "pages": memory.pages,
         "live graph of a lane": memory.lane + memory.lane_layer,
-        "live graph of a chunk (not beside a lane's)": memory.chunk,
+        "live graph of a chunk (not beside a lane's)": memory.chunk + memory.chunk_layer,
         "workspace of a layer": max(memory.lane_workspace, memory.chunk_workspace),
         "block of logits": memory.logits,
         "staging slots": memory.staging,

@@ -53,7 +53,7 @@ def stress(
     wrong or touched by a failed step, or a fault ended in anything but a clear error.
     """
     from longstraw.cli.device import parse_device, parse_dtype
-    from longstraw.stress import StressOptions, run_stress
+    from longstraw.stress import StressOptions, StressResult, run_stress
 
     ranks, local = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("LOCAL_RANK")
     where = parse_device(f"cuda:{local}" if device == "cuda" and local is not None else device)
@@ -78,19 +78,30 @@ def stress(
 
         torch.cuda.set_device(where)
 
-    def keep(result: StressResult, *, finished: bool) -> None:
-        if json_out is not None:
-            path = json_out if ranks == 1 else json_out.with_name(f"{json_out.stem}.{result.rank}{json_out.suffix}")
-            _replace(path, json.dumps(result.to_dict() | {"finished": finished}, indent=2) + "\n")
+    rank, so_far = int(os.environ.get("RANK", "0")), StressResult()
 
-    with _progress(seconds) as tell:
+    def keep(*, finished: bool, error: str | None = None) -> None:
+        if json_out is not None:
+            path = json_out if ranks == 1 else json_out.with_name(f"{json_out.stem}.{rank}{json_out.suffix}")
+            verdict = {"passed": so_far.passed if finished else None, "finished": finished, "error": error}
+            _replace(path, json.dumps(so_far.to_dict() | {"rank": rank} | verdict, indent=2) + "\n")
+
+    # What an earlier run left there is not this one's.
+    keep(finished=False)
+    with _progress(seconds, show=rank == 0 and sys.stderr.isatty()) as tell:
 
         def watch(result: StressResult) -> None:
+            nonlocal so_far
+            so_far = result
+            keep(finished=False)
             tell(result)
-            keep(result, finished=False)
 
-        result = run_stress(options, where, watch)
-    keep(result, finished=True)
+        try:
+            so_far = result = run_stress(options, where, watch)
+        except BaseException as error:
+            keep(finished=False, error=repr(error))
+            raise
+    keep(finished=True)
     _show(result, ranks)
     for what in _untried(result, fault_rate, parity_rate):
         Console(highlight=False).print(f"note: {what} in {result.steps} steps; give it more --seconds", style="yellow")
@@ -99,9 +110,8 @@ def stress(
 
 
 @contextmanager
-def _progress(seconds: float) -> Iterator[Callable[[StressResult], None]]:
-    """What rewrites one line of standard error after each step; silent off a terminal."""
-    show = sys.stderr.isatty()
+def _progress(seconds: float, *, show: bool) -> Iterator[Callable[[StressResult], None]]:
+    """What rewrites one line of standard error after each step, where it is to show."""
 
     def tell(result: StressResult) -> None:
         if show:

@@ -52,7 +52,8 @@ class Plan:
 
     Attributes:
         lane, chunk: tokens and checkpointing of lanes and chunks.
-        lanes, chunks: how many there are.
+        lanes, chunks: how many there are, as even as they come.
+        widest_lane, longest_chunk: their tokens.
         kept_output_layers: layers whose attention outputs are kept; of `outputs_possible`.
         memory: of the device.
         pages: bytes of prompt state, of its gradient, and of kept attention outputs.
@@ -72,6 +73,8 @@ class Plan:
     chunk: GraphSize
     lanes: int
     chunks: int
+    widest_lane: int
+    longest_chunk: int
     kept_output_layers: int
     outputs_possible: int
     memory: DeviceMemory
@@ -101,8 +104,8 @@ class Plan:
             "reduce": self.config.gradient.reduce,
             "fits": self.problem is None,
             "problem": self.problem,
-            "lane": asdict(self.lane) | {"count": self.lanes},
-            "chunk": asdict(self.chunk) | {"count": self.chunks},
+            "lane": asdict(self.lane) | {"count": self.lanes, "widest": self.widest_lane},
+            "chunk": asdict(self.chunk) | {"count": self.chunks, "longest": self.longest_chunk},
             "kept_output_layers": self.kept_output_layers,
             "device_memory": self.memory.to_dict(),
             "device_bytes": self.machine.device_bytes,
@@ -165,6 +168,7 @@ def make_plan(
     except CapacityError as error:
         problem = str(error)
         state = prompt_state(_boundless(pagers), profile, chunks, config, spare=False)
+    widest, longest = max(map(sum, lanes)), max((stop - start for start, stop in chunks), default=0)
     memory = device_memory(
         blueprint,
         config,
@@ -172,7 +176,7 @@ def make_plan(
         lane=lane,
         lane_tokens=[sum(lengths) for lengths in lanes],
         chunk=chunk,
-        chunk_tokens=max((stop - start for start, stop in chunks), default=0),
+        chunk_tokens=longest,
         state=state,
         rows=rows,
         device_pages=sum(pager.used for pager in pagers if pager.kind == "device"),
@@ -193,6 +197,8 @@ def make_plan(
         chunk=chunk,
         lanes=len(lanes),
         chunks=len(chunks),
+        widest_lane=widest,
+        longest_chunk=longest,
         kept_output_layers=state.kept_output_layers,
         outputs_possible=sum(any(spec.output for spec in layer.states) for layer in profile.layers[:-1]),
         memory=memory,

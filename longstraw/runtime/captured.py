@@ -14,7 +14,7 @@ from longstraw.runtime.adapter import ModelProfile
 from longstraw.runtime.branches import PackedBranches, check_responses
 from longstraw.runtime.lockstep import Kind
 from longstraw.runtime.memory import is_out_of_memory, release_cached
-from longstraw.runtime.narrowing import NARROWEST, Narrowing
+from longstraw.runtime.narrowing import Narrowing, shortest_chunk
 from longstraw.runtime.passes import ForwardPass, HeadRequest, Purpose
 from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.report import Report
@@ -67,10 +67,11 @@ class CapturedPrompt:
         # differently. Out-of-memory retries correct it downwards.
         self._free = engine.free_bytes()
         self._frequencies = engine.adapter.frequencies_key(row_tokens or len(prompt_P))
-        self.narrowing = engine.narrowing.copy()
-        size = self.narrowing.chunk(engine.chunk_size(profile, len(prompt_P) - 1, self._free))
+        self.narrowing, self._learned = engine.narrowing.copy(), engine.narrowing.copy()
+        rows = len(prompt_P) - 1
+        self._shortest = shortest_chunk(rows)
+        size = self.narrowing.chunk(engine.chunk_size(profile, rows, self._free), self._shortest)
         self._chunk_tokens, self._checkpoint = size.tokens, size.checkpoint
-        self._shortest = max(size.tokens // NARROWEST, 1)
 
     # Capture and sweep, chunk by chunk
 
@@ -159,10 +160,16 @@ class CapturedPrompt:
     def _shorten_chunks(self, phase: str, failure: Exception) -> None:
         self.refuse_in_lockstep(failure)
         if self._chunk_tokens <= self._shortest:
-            tokens = "a single prompt token" if self._chunk_tokens == 1 else f"{self._chunk_tokens} prompt tokens"
+            self.narrowing.chunk_tokens = self._learned.chunk_tokens
+            what = "a single prompt token"
+            if self._chunk_tokens > 1:
+                what = (
+                    f"{self._chunk_tokens} prompt tokens; shorter chunks would read this prompt's pages too often, and "
+                    "are made only if capture.chunk_tokens asks for them"
+                )
             raise CapacityError(
-                f"out of memory in the {phase} of {tokens}, and shorter chunks would not help. Free device memory, or "
-                f"lower the budget of the device tier. {failure}"
+                f"out of memory in the {phase} of {what}. Free device memory, set replay.checkpoint: true, or lower "
+                f"the budget of the device tier. {failure}"
             ) from failure
         self._report.retries += 1
         release_cached(self._engine.device)
@@ -263,6 +270,7 @@ class CapturedPrompt:
         self.refuse_in_lockstep(failure)
         lengths = self._rows([branches[i] for i in indices])
         if len(indices) == 1:
+            self.narrowing.lane_tokens = self._learned.lane_tokens
             raise CapacityError(
                 f"out of memory on a lane of one branch with {lengths[0]} tokens, which cannot be narrowed. Free "
                 "device memory, set replay.checkpoint: true, lower replay.logit_block_tokens, or lower the budget of "

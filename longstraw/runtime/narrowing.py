@@ -6,17 +6,23 @@ from dataclasses import dataclass
 
 from longstraw.runtime.sizing import GraphSize
 
-NARROWEST = 64
-"""A chunk is cut to a 64th of its first length at most. What does not fit then is not a matter of length, and a long
-prompt in chunks of a few tokens would read all its pages so often that it seemed to hang."""
+_MOST_CHUNKS = 1024
+
+
+def shortest_chunk(rows: int) -> int:
+    """The fewest tokens that memory running out makes of a chunk of so many prompt rows.
+
+    Every chunk reads all pages before it: a long prompt in chunks of a few tokens would seem to hang.
+    """
+    return max(-(-rows // _MOST_CHUNKS), 1)
 
 
 @dataclass(slots=True)
 class Narrowing:
     """The widths, in tokens, that passes must keep to; None where memory has not run out.
 
-    A transaction has one of its own, and hands it on once it ended well: widths at which it failed all the same have
-    taught nothing, and would slow down everything after it.
+    A transaction has one of its own, and hands it on as it ends. Widths at which it failed all the same are left out:
+    they have taught nothing, and would slow down everything after it.
     """
 
     lane_tokens: int | None = None
@@ -26,9 +32,9 @@ class Narrowing:
         """A lane's size within the width."""
         return _within(size, self.lane_tokens)
 
-    def chunk(self, size: GraphSize) -> GraphSize:
-        """A chunk's size within the width."""
-        return _within(size, self.chunk_tokens)
+    def chunk(self, size: GraphSize, shortest: int) -> GraphSize:
+        """A chunk's size within the width, which a shorter prompt may have taught; but no less than `shortest`."""
+        return size if self.chunk_tokens is None else _within(size, max(self.chunk_tokens, shortest))
 
     def learn(self, other: Narrowing) -> None:
         """Keep to what the other keeps to as well."""

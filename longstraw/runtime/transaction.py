@@ -18,6 +18,7 @@ from longstraw.runtime.lane import Lane, LaneState, reaches_parameter
 from longstraw.runtime.lockstep import Kind, Phase
 from longstraw.runtime.memory import is_out_of_memory
 from longstraw.runtime.modes import refuse_inference_mode
+from longstraw.runtime.narrowing import Narrowing
 from longstraw.runtime.passes import ForwardPass, Purpose
 from longstraw.runtime.repetition import Repetition
 from longstraw.runtime.report import DriftMeter, Report
@@ -64,6 +65,7 @@ class Transaction:
         self._ledger = self._engine.open_ledger()
         self._drift = DriftMeter()
         self._aux_value: Tensor | None = None
+        self._narrowing = Narrowing()
         self._lane: Lane | None = None
         self._unasked = 0
         self._phase: Phase | None = None
@@ -193,6 +195,7 @@ class Transaction:
             routers=self._routers,
             report=self.report,
         )
+        self._narrowing = self._captured.narrowing
         self._repetition = Repetition(self._captured, self._ledger, self.report)
         self._captured.capture()
         self._move(TransactionState.CAPTURED)
@@ -322,7 +325,7 @@ class Transaction:
         own = self._ledger.begun and not self._engine.lockstep.collective
         self._engine.deliver(self._ledger.take() if own else {})
         self._captured.state.release()
-        self._engine.narrowing.learn(self._captured.narrowing)
+        self._engine.narrowing.learn(self._narrowing)
         drift = self._drift.result()
         if drift is not None:
             self.report.drift_mean, self.report.drift_max = drift
@@ -336,6 +339,7 @@ class Transaction:
             self._lane = None
         self._ledger.rollback()
         self._engine.release(self._owner)
+        self._engine.narrowing.learn(self._narrowing)
         self._phase = None
         self._move(TransactionState.FAILED)
         self._engine.leave(error)

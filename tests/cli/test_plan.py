@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from longstraw.cli.counts import parse_count
+from longstraw.config.sizes import approximate_bytes
 from longstraw.errors import ConfigError
 
 
@@ -49,6 +50,22 @@ def test_json(invoke: Callable[..., Any], tiny_llama: Path) -> None:
     assert "340 GB/s each way (assumed, not measured)" in found["notes"][1]
     # Each of the two has half of the host, of which auto takes 70%.
     assert found["tiers"]["host"]["budget"] == int((128 << 30) // 2 * 0.7)
+
+
+def test_checkpointed_graphs_and_cuts(invoke: Callable[..., Any], tiny_llama: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("{replay: {checkpoint: true, lane_tokens: 3000}, capture: {chunk_tokens: 3000}}\n")
+    asked = ("plan", tiny_llama, "--prompt", "4k", "--group", "4", "--tiers", settings)
+    found, table = json.loads(invoke(*asked, "--json").stdout), invoke(*asked).stdout
+    memory = found["device_memory"]
+    for what, row in (("lane", "live graph of a lane "), ("chunk", "live graph of a chunk")):
+        assert memory[f"{what}_layer"] > 0
+        shown = next(line for line in table.splitlines() if row in line)
+        assert approximate_bytes(memory[what] + memory[f"{what}_layer"]) in shown
+    # As even as they come, the chunk in whole tiles: not what they may be at most.
+    assert (found["lane"]["tokens"], found["lane"]["widest"]) == (3000, 2048)
+    assert (found["chunk"]["tokens"], found["chunk"]["longest"]) == (3000, 2048)
+    assert "2 chunks of up to 2,048 tokens, checkpointed; 2 lanes of up to 2,048 tokens, checkpointed" in table
 
 
 def test_what_ranks_send_and_what_each_way_of_reducing_costs(invoke: Callable[..., Any], tiny_llama: Path) -> None:

@@ -144,3 +144,5 @@ def test_gated_delta_rules_as_a_gpu_computes_them(kind: str) -> None:
         assert all(changed)
     # flash-linear-attention would narrow it.
     assert "fused recurrent" not in {work.kind for work in wide.work}
+    with pytest.raises(ConfigError, match=r"kernels.gated_delta is fla, .*, not torch.float32; set it to"):
+        blueprint(config, dtype=torch.float32, gated_delta="fla")

@@ -86,7 +86,7 @@ def test_time(qwen3_8b_lora: Blueprint, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Later:
-    """A step measured after the planner was made, with settings left to `auto`: none of its constants knew of it."""
+    """A step measured after the planner was made: none of its constants knew of it."""
 
     prompt: int
     group: int
@@ -144,7 +144,10 @@ def test_memory_of_other_layers(name: str, peak_gib: float) -> None:
 
 
 def test_a_hybrid_of_64_layers() -> None:
-    """Qwen3.6-27B's shape, 524,288 tokens, detached, with flash-linear-attention's kernels; lanes as they were cut."""
+    """Qwen3.6-27B's shape, 524,288 tokens, detached, with flash-linear-attention's kernels; lanes as they were cut.
+
+    `fused_recurrent` and what a checkpointed layer takes were fitted to it.
+    """
     pattern = SHAPES["qwen3_6"]["layer_types"]
     shape = {"num_hidden_layers": 64, "layer_types": pattern * 16}
     made = blueprint(AutoConfig.for_model("qwen3_5_text", **(SHAPES["qwen3_6"] | shape)), lora_rank=16)

@@ -252,24 +252,54 @@ def test_widths_that_did_not_help_are_forgotten() -> None:
     with out_of_memory_in_forward(bench.model, Fuse(above=0)):
         with pytest.raises(CapacityError, match="single prompt token"), bench.txn:
             pass
-    # One that ends in another error has not shown that its widths are of use either.
-    with pytest.raises(ZeroDivisionError), bench.runtime.transaction(GROUP.prompt) as txn:
-        with out_of_memory_in_forward(bench.model, Fuse(above=8)) as fuse:
+    with pytest.raises(CapacityError, match="one branch with"), bench.runtime.transaction(GROUP.prompt) as txn:
+        with out_of_memory_in_forward(bench.model, Fuse(above=5)):
             txn.score(GROUP.responses)
-        assert fuse.blown
-        raise ZeroDivisionError
     with bench.runtime.transaction(GROUP.prompt) as after:
         replay_group(after, GROUP)
     assert (after.report.retries, after.report.chunks, after.report.lanes) == (0, 3, 2)
 
 
-def test_chunks_are_not_shortened_beyond_a_64th() -> None:
+def test_widths_that_helped_are_kept_though_the_transaction_failed() -> None:
+    bench = Bench()
+    with pytest.raises(Mistake), bench.runtime.transaction(GROUP.prompt) as txn:
+        with out_of_memory_in_forward(bench.model, Fuse(above=8)) as fuse:
+            txn.score(GROUP.responses)
+        raise Mistake
+    with bench.runtime.transaction(GROUP.prompt) as after:
+        with out_of_memory_in_forward(bench.model, Fuse(above=8)) as fuse:
+            replay_group(after, GROUP)
+        assert not fuse.blown
+    assert (after.report.retries, after.report.lanes) == (0, 4)
+
+
+def test_a_loop_over_a_sweep_that_cannot_be_repeated_ends() -> None:
+    """A loss that reaches parameters directly: what the sweep's first failure taught is there at the next try."""
+    bench = Bench()
+    weight = next(iter(bench.model.parameters()))
+
+    def attempt() -> None:
+        with bench.txn as txn:
+            for lane in txn.replay(GROUP.responses):
+                lane.backward(torch.stack([x.sum() for x in lane.logprobs]).sum() + 0 * weight.sum())
+            with out_of_memory_in_backward(bench.model, Fuse(above=6)):
+                txn.sweep()
+
+    for tokens in (23, 12):
+        with pytest.raises(CapacityError, match="cannot be run again because a loss reached parameters directly"):
+            attempt()
+        assert bench.runtime._engine.narrowing.chunk_tokens == (tokens + 1) // 2
+    attempt()
+    assert bench.txn.report.chunk_tokens == 6
+
+
+def test_a_long_prompt_is_not_cut_into_too_many_chunks() -> None:
     bench = Bench(config=settings(capture={"chunk_tokens": 256}))
-    prompt = torch.randint(40, (600,), generator=torch.Generator().manual_seed(0))
-    with out_of_memory_in_forward(bench.model, Fuse(above=3)) as fuse:
-        with pytest.raises(CapacityError, match="4 prompt tokens, and shorter chunks would not help"):
+    prompt = torch.randint(40, (2500,), generator=torch.Generator().manual_seed(0))
+    with out_of_memory_in_forward(bench.model, Fuse(above=2)) as fuse:
+        with pytest.raises(CapacityError, match="3 prompt tokens; shorter chunks would read this prompt's pages too"):
             bench.runtime.score(prompt, GROUP.responses)
-    assert fuse.blown == 7
+    assert fuse.blown == 8
     bench.assert_undone()
     bench.assert_succeeds()
 

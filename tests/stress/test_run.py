@@ -147,6 +147,13 @@ def invoke() -> Callable[..., Any]:
 def test_command(tmp_path: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.json"
     arguments = ("stress", "--steps", 2, "--scratch", tmp_path, "--prompt-tokens", 32, "--layers", 2)
+    out.write_text(json.dumps({"passed": True, "steps": 999}))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "build_model", lambda *given: 1 / 0)
+        assert isinstance(invoke(*arguments, "--json", out).exception, ZeroDivisionError)
+    found = json.loads(out.read_text())
+    assert (found["passed"], found["finished"], found["steps"]) == (None, False, 0)
+    assert "ZeroDivisionError" in found["error"]
     ended = invoke(*arguments, "--json", out, "--budgets", "64KiB,128KiB,16MiB")
     assert ended.exit_code == 0, ended.output
     assert "passed: nothing leaked, nothing wrong" in ended.output
@@ -176,7 +183,8 @@ def test_a_run_that_is_stopped_leaves_its_figures(
     ended = invoke("stress", "--scratch", tmp_path, "--prompt-tokens", 32, "--layers", 2, "--json", out)
     assert ended.exit_code == 130
     found = json.loads(out.read_text())
-    assert (found["finished"], found["steps"]) == (False, 2)
+    assert (found["passed"], found["finished"], found["steps"]) == (None, False, 2)
+    assert found["error"] == "KeyboardInterrupt()"
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 

@@ -65,7 +65,7 @@ def blueprint(
 
     Raises:
         UnsupportedModelError: some layer is of no supported family.
-        ConfigError: `lora_rank` is asked for without PEFT.
+        ConfigError: `lora_rank` is asked for without PEFT, or flash-linear-attention for a dtype that it does not take.
     """
     text = copy.deepcopy(config.get_text_config())
     with torch.device("meta"):
@@ -92,7 +92,12 @@ def blueprint(
         adapter = _ShapeAdapter(_ShapeSharding(model, wide=True), text, dtype)
         profile = adapter.profile()
     mixers = {index: mixer for index, (_, mixer) in find_attentions(base).items()}
-    fused = gated_delta != "torch" and dtype.itemsize == 2
+    has_delta = any(family_of(mixer) in _DELTA for mixer in mixers.values())
+    if has_delta and gated_delta == "fla" and dtype.itemsize != 2:
+        raise ConfigError(
+            f"kernels.gated_delta is fla, which computes float16 and bfloat16, not {dtype}; set it to auto or torch"
+        )
+    fused = has_delta and gated_delta != "torch" and dtype.itemsize == 2
     if fused:
         profile = replace(profile, layers=tuple(_fused(layer, mixers[layer.index]) for layer in profile.layers))
     head = base.get_output_embeddings()
