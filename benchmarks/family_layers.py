@@ -1,9 +1,9 @@
 """A few consecutive layers of real shape of a model family: gradients against float32, then a long prompt.
 
-    python -m benchmarks.family_layers --family qwen3_6 --check 8192 --prompt 131072
+    python -m benchmarks.family_layers --family qwen3_6 --check 32768 16384 8192 --prompt 131072
 
-The check compares with plain autograd on unpadded rows: the distance from a float32 reference of the whole gradient,
-here and in the plain bfloat16 run of the same weights.
+The check, at the first of these lengths that fits, compares with plain autograd on unpadded rows: the distance from a
+float32 reference of the whole gradient, here and in the plain bfloat16 run of the same weights.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -133,20 +134,45 @@ def check(
     truth = plain(model, ids, responses)
     tell("plain float32 run")
     here, there = distance(mine, truth), distance(narrow, truth)
+    peak = torch.cuda.max_memory_allocated() / 2**30
     worst = max((n for n in truth if n in there), key=lambda n: here[n] / max(there[n], 1e-9))
     record.add(
         "family layers: distance from float32", family=family, rule=rule, prompt=prompt,
         responses=[len(r) for r in responses],
         here=here["whole"], plain_bfloat16=there["whole"], ratio=here["whole"] / there["whole"],
-        median_here=here["median"], median_plain=there["median"],
+        median_here=here["median"], median_plain=there["median"], peak_gib=peak,
         worst_ratio=[worst, here[worst], there[worst]],
     )  # fmt: skip
+
+
+def check_longest(
+    record: Record,
+    family: str,
+    experts: int | None,
+    prompts: Sequence[int],
+    settings: dict[str, Any],
+    rule: str | None,
+) -> None:
+    """Check at the first of these lengths at which all three runs fit."""
+    for prompt in prompts:
+        free_memory()
+        # Made anew: a check that failed may have left it in float32.
+        model = build(family, experts)
+        try:
+            check(record, family, model, prompt, settings, rule)
+            return
+        except torch.OutOfMemoryError as error:
+            print(f"{prompt} tokens do not fit: {str(error).splitlines()[0]}", flush=True)
+        del model
+    raise SystemExit("no length of --check fits")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=list(SHAPES), required=True)
-    parser.add_argument("--check", type=int, default=0, help="prompt tokens of the gradient check")
+    parser.add_argument(
+        "--check", type=int, nargs="*", default=[], help="prompt tokens of the gradient check, the next if one fails"
+    )
     parser.add_argument("--prompt", type=int, nargs="*", default=[])
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--response", type=int, default=1024)
@@ -179,7 +205,8 @@ def main() -> None:
             peak_beyond_weights_gib=(report["peak_device_bytes"] - before) / 2**30, report=report,
         )  # fmt: skip
     if options.check:
-        check(record, options.family, model, options.check, settings, rule)
+        del model
+        check_longest(record, options.family, options.experts, options.check, settings, rule)
 
 
 if __name__ == "__main__":

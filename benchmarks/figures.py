@@ -41,8 +41,8 @@ FIGURES: tuple[Figure, ...] = (
         device_gib=64, timed=False,
     ),
     Figure(
-        name="gradients-qwen3_6-torch", command=f"{_LAYERS} --family qwen3_6 --check 8192 --rule torch", seconds=300,
-        device_gib=64, timed=False,
+        name="gradients-qwen3_6-torch", command=f"{_LAYERS} --family qwen3_6 --check 32768 16384 --rule torch",
+        seconds=400, device_gib=125, timed=False,
     ),
     Figure(
         name="gradients-glm5_2", command=f"{_LAYERS} --family glm5_2 --experts 8 --check 3072", seconds=300,
