@@ -31,7 +31,7 @@ from benchmarks.figures import FIGURES, Figure
 
 _POLL = 0.2
 _GRACE = 15.0
-"""Seconds in which a launcher ends its ranks."""
+"""Seconds in which whoever is asked to end does."""
 
 
 @dataclass(slots=True)
@@ -126,13 +126,17 @@ class Suite:
 
     @staticmethod
     def _stop(running: Running) -> None:
-        """End the whole process group. A launcher is asked first: its ranks are in groups of their own."""
-        os.killpg(running.process.pid, signal.SIGTERM)
-        try:
-            running.process.wait(timeout=_GRACE)
-        except subprocess.TimeoutExpired:
-            os.killpg(running.process.pid, signal.SIGKILL)
-            running.process.wait()
+        """End the whole process group. It is asked first: as by Ctrl-C, so that pytest tells what failed so far and a
+        script where it was; then as a launcher wants it, whose ranks are in groups of their own."""
+        for ask in (signal.SIGINT, signal.SIGTERM):
+            os.killpg(running.process.pid, ask)
+            try:
+                running.process.wait(timeout=_GRACE)
+                return
+            except subprocess.TimeoutExpired:
+                continue
+        os.killpg(running.process.pid, signal.SIGKILL)
+        running.process.wait()
 
     def _end(self, running: Running, outcome: str) -> None:
         shutil.rmtree(running.scratch)

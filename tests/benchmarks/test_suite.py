@@ -55,13 +55,26 @@ def test_a_launcher_is_asked_first_and_ends_ranks_in_groups_of_their_own(tmp_pat
         "import pathlib, signal, subprocess, sys\n"
         f"rank = subprocess.Popen([sys.executable, '-c', {rank!r}], start_new_session=True)\n"
         "def end(*_):\n    rank.kill(); rank.wait(); pathlib.Path(sys.argv[1]).write_text('ended'); sys.exit(1)\n"
-        "signal.signal(signal.SIGTERM, end)\n"
+        "signal.signal(signal.SIGINT, end)\n"
         "signal.pause()\n"
     )
     command = f"python -c {shlex.quote(code.replace('{', '{{').replace('}', '}}'))} {{out}}"
     rows = run(tmp_path, Figure(name="launcher", command=command, seconds=3))
     assert rows["launcher"]["outcome"] == "stopped after 3 s"
     assert (tmp_path / "launcher.jsonl").read_text() == "ended"
+
+
+def test_a_figure_that_is_stopped_says_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    test = tmp_path / "test_two.py"
+    test.write_text("import time\ndef test_a():\n    assert 1 == 2\ndef test_b():\n    time.sleep(60)\n")
+    rows = run(tmp_path, Figure(name="tests", command=f"python -m pytest -q -p no:cacheprovider {test}", seconds=5))
+    assert rows["tests"]["outcome"] == "stopped after 5 s"
+    assert "assert 1 == 2" in (tmp_path / "tests.log").read_text()
+    deaf = "import signal, time; [signal.signal(s, signal.SIG_IGN) for s in (2, 15)]; time.sleep(60)"
+    monkeypatch.setattr("benchmarks.suite._GRACE", 0.5)
+    rows = run(tmp_path, Figure(name="deaf", command=f"python -c {shlex.quote(deaf)}", seconds=3))
+    assert rows["deaf"]["outcome"] == "stopped after 3 s"
+    assert rows["deaf"]["seconds"] < 10
 
 
 def test_what_does_not_fit_is_left_out_by_name(tmp_path: Path) -> None:
