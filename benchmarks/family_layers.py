@@ -133,14 +133,14 @@ def check(
     torch.backends.cuda.matmul.allow_tf32 = False
     truth = plain(model, ids, responses)
     tell("plain float32 run")
-    here, there = distance(mine, truth), distance(narrow, truth)
     peak = torch.cuda.max_memory_allocated() / 2**30
+    here, there = distance(mine, truth), distance(narrow, truth)
     worst = max((n for n in truth if n in there), key=lambda n: here[n] / max(there[n], 1e-9))
     record.add(
         "family layers: distance from float32", family=family, rule=rule, prompt=prompt,
         responses=[len(r) for r in responses],
         here=here["whole"], plain_bfloat16=there["whole"], ratio=here["whole"] / there["whole"],
-        median_here=here["median"], median_plain=there["median"], peak_gib=peak,
+        median_here=here["median"], median_plain=there["median"], float32_peak_gib=peak,
         worst_ratio=[worst, here[worst], there[worst]],
     )  # fmt: skip
 

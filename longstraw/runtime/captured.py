@@ -167,9 +167,11 @@ class CapturedPrompt:
                     f"{self._chunk_tokens} prompt tokens; shorter chunks would read this prompt's pages too often, and "
                     "are made only if capture.chunk_tokens asks for them"
                 )
+            # A capture keeps no graph that checkpointing could shrink.
+            checkpoint = "set replay.checkpoint: true, " if phase == "sweep" else ""
             raise CapacityError(
-                f"out of memory in the {phase} of {what}. Free device memory, set replay.checkpoint: true, or lower "
-                f"the budget of the device tier. {failure}"
+                f"out of memory in the {phase} of {what}. Free device memory, {checkpoint}or lower the budget of the "
+                f"device tier. {failure}"
             ) from failure
         self._report.retries += 1
         release_cached(self._engine.device)

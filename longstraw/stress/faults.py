@@ -67,7 +67,9 @@ class Armed:
 
 @contextmanager
 def put_in(fault: Fault, model: Any, rng: random.Random, narrow: int) -> Iterator[Armed]:
-    """Within it, `fault` happens from some call on, in about half of the calls; memory for `narrow` tokens is there.
+    """Within it, `fault` happens from some call on, in about half of the calls.
+
+    Memory runs out in passes of any width, or, for OUT_OF_MEMORY_WIDE, in those of more than `narrow` tokens.
 
     Disk calls are replaced for the whole process, at the lowest place: under every retry and check of the tiers.
     """

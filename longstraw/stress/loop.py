@@ -139,7 +139,7 @@ class _Run:
         entry = self._entry(step)
         if self.mine.random() < self.options.fault_rate:
             fault = self.mine.choice(list(Fault))
-            # A response, and a 32nd of a prompt, always fit.
+            # A response alone, and a 32nd of a prompt, have somewhere to go.
             narrow = max(self.options.response_tokens, self.options.prompt_tokens // 32)
             with put_in(fault, self.inner, self.mine, narrow) as armed:
                 error = self._attempt(runtime, groups, armed)
