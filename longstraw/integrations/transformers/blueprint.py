@@ -22,7 +22,7 @@ from longstraw.integrations.transformers.experts import GROUPED, AnyGroup, refus
 from longstraw.integrations.transformers.families import family_of
 from longstraw.integrations.transformers.families.gated_delta import MIXER as GATED_DELTA
 from longstraw.integrations.transformers.families.kimi_linear import MIXER as KIMI_DELTA
-from longstraw.kernels.gated_delta.fla import fla_workspace_bytes
+from longstraw.kernels.gated_delta import fla_workspace_bytes
 from longstraw.planner.blueprint import Blueprint, LayerWork
 from longstraw.resident.state import StateKind
 from longstraw.runtime.layer_spec import LayerSpec

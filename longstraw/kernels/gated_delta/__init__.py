@@ -2,5 +2,6 @@
 
 from longstraw.kernels.gated_delta.choose import BACKENDS, DeltaRule, choose_rule
 from longstraw.kernels.gated_delta.convolution import causal_conv, last_rows
+from longstraw.kernels.gated_delta.fla import fla_workspace_bytes
 
-__all__ = ["BACKENDS", "DeltaRule", "causal_conv", "choose_rule", "last_rows"]
+__all__ = ["BACKENDS", "DeltaRule", "causal_conv", "choose_rule", "fla_workspace_bytes", "last_rows"]
