@@ -9,9 +9,12 @@ float32 reference of the whole gradient, here and in the plain bfloat16 run of t
 from __future__ import annotations
 
 import argparse
+import copy
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -102,47 +105,59 @@ def distance(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float
     return {"whole": whole, "median": sorted(each.values())[len(each) // 2], **each}
 
 
-def use_plain_rule() -> None:
+@contextmanager
+def plain_rule() -> Iterator[None]:
     """The delta rule of transformers' own code: where flash-linear-attention is installed it hands over to that."""
-    modeling_qwen3_5.torch_chunk_gated_delta_rule = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
+    given = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    modeling_qwen3_5.torch_chunk_gated_delta_rule = inspect.unwrap(given)
+    try:
+        yield
+    finally:
+        modeling_qwen3_5.torch_chunk_gated_delta_rule = given
 
 
 def check(
-    record: Record, family: str, model: torch.nn.Module, prompt: int, settings: dict[str, Any], rule: str | None
+    record: Record,
+    family: str,
+    model: torch.nn.Module,
+    prompt: int,
+    settings: dict[str, Any],
+    rules: Sequence[str | None],
 ) -> None:
-    if rule == "torch":
-        use_plain_rule()
-    vocab = model.config.vocab_size  # type: ignore[union-attr]
-    ids, responses = random_group(prompt, 4, 256, vocab)
+    """One float32 reference, and for each rule the plain bfloat16 run and ours beside it."""
+    ids, responses = random_group(prompt, 4, 256, model.config.vocab_size)  # type: ignore[union-attr, arg-type]
     responses[1] = responses[1][:1]
     start = time.perf_counter()
 
     def tell(what: str) -> None:
         print(f"{time.perf_counter() - start:.1f} s: {what}", flush=True)
 
-    narrow = plain(model, ids, responses)
-    tell("plain bfloat16 run")
-    with Runtime(model, settings) as runtime:
-        ours(runtime, ids, responses)
-    mine = take(model)
-    tell("ours")
-    free_memory()
-    model.float()
-    # flash-linear-attention narrows its products.
-    use_plain_rule()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    truth = plain(model, ids, responses)
-    tell("plain float32 run")
+    # The reference first: it needs the most, and what does not fit is known before the rest is computed.
+    # flash-linear-attention would narrow its products.
+    wide = copy.deepcopy(model).float()
+    with plain_rule():
+        truth = plain(wide, ids, responses)
+    del wide
     peak = torch.cuda.max_memory_allocated() / 2**30
-    here, there = distance(mine, truth), distance(narrow, truth)
-    worst = max((n for n in truth if n in there), key=lambda n: here[n] / max(there[n], 1e-9))
-    record.add(
-        "family layers: distance from float32", family=family, rule=rule, prompt=prompt,
-        responses=[len(r) for r in responses],
-        here=here["whole"], plain_bfloat16=there["whole"], ratio=here["whole"] / there["whole"],
-        median_here=here["median"], median_plain=there["median"], float32_peak_gib=peak,
-        worst_ratio=[worst, here[worst], there[worst]],
-    )  # fmt: skip
+    tell("plain float32 run")
+    for rule in rules:
+        free_memory()
+        with plain_rule() if rule == "torch" else nullcontext():
+            narrow = plain(model, ids, responses)
+        tell(f"plain bfloat16 run, rule {rule}")
+        with Runtime(model, settings | with_rule(rule)) as runtime:
+            ours(runtime, ids, responses)
+        mine = take(model)
+        tell(f"ours, rule {rule}")
+        here, there = distance(mine, truth), distance(narrow, truth)
+        worst = max((n for n in truth if n in here), key=lambda n: here[n] / max(there[n], 1e-9))
+        record.add(
+            "family layers: distance from float32", family=family, rule=rule, prompt=prompt,
+            responses=[len(r) for r in responses],
+            here=here["whole"], plain_bfloat16=there["whole"], ratio=here["whole"] / there["whole"],
+            median_here=here["median"], median_plain=there["median"], float32_peak_gib=peak,
+            worst_ratio=[worst, here[worst], there[worst]],
+        )  # fmt: skip
 
 
 def check_longest(
@@ -151,20 +166,24 @@ def check_longest(
     experts: int | None,
     prompts: Sequence[int],
     settings: dict[str, Any],
-    rule: str | None,
+    rules: Sequence[str | None],
 ) -> None:
-    """Check at the first of these lengths at which all three runs fit."""
+    """Check at the first of these lengths at which all runs fit."""
+    model = build(family, experts)
     for prompt in prompts:
         free_memory()
-        # Made anew: a check that failed may have left it in float32.
-        model = build(family, experts)
         try:
-            check(record, family, model, prompt, settings, rule)
+            check(record, family, model, prompt, settings, rules)
             return
         except torch.OutOfMemoryError as error:
             print(f"{prompt} tokens do not fit: {str(error).splitlines()[0]}", flush=True)
-        del model
+            model.zero_grad(set_to_none=True)
     raise SystemExit("no length of --check fits")
+
+
+def with_rule(rule: str | None) -> dict[str, Any]:
+    """flash-linear-attention refuses some triton versions on this GPU, so what computes the delta rule is said."""
+    return {} if rule is None else {"kernels": {"gated_delta": rule}}
 
 
 def main() -> None:
@@ -177,7 +196,10 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--response", type=int, default=1024)
     parser.add_argument("--experts", type=int)
-    parser.add_argument("--rule", default="torch", choices=["torch", "fla"], help="what computes the delta rule")
+    parser.add_argument(
+        "--rule", nargs="+", default=["torch"], choices=["torch", "fla"], help="what computes the delta rule"
+    )
+    parser.add_argument("--device-cap", type=float, metavar="GIB", help="the most that this process takes of the GPU")
     parser.add_argument("--chunk", default="auto")
     parser.add_argument("--host-budget", default="80GiB")
     parser.add_argument("--out")
@@ -187,16 +209,16 @@ def main() -> None:
         "tiers": [{"kind": "host", "budget": options.host_budget}],
         "capture": {"chunk_tokens": options.chunk if options.chunk == "auto" else int(options.chunk)},
     }
-    rule = options.rule if options.family == "qwen3_6" else None
-    if rule is not None:
-        # flash-linear-attention refuses some triton versions on this GPU; transformers falls back likewise.
-        settings["kernels"] = {"gated_delta": rule}
+    rules: list[str | None] = options.rule if options.family == "qwen3_6" else [None]
+    if options.device_cap is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(options.device_cap * 2**30 / total)
     model = build(options.family, options.experts)
-    for prompt in options.prompt:
+    for prompt, rule in product(options.prompt, rules):
         ids, responses = random_group(prompt, options.group, options.response, model.config.vocab_size)  # type: ignore[union-attr]
         free_memory()
         before = torch.cuda.memory_allocated()
-        with Runtime(model, settings) as runtime:
+        with Runtime(model, settings | with_rule(rule)) as runtime:
             report = ours(runtime, ids, responses)
         model.zero_grad(set_to_none=True)
         record.add(
@@ -206,7 +228,7 @@ def main() -> None:
         )  # fmt: skip
     if options.check:
         del model
-        check_longest(record, options.family, options.experts, options.check, settings, rule)
+        check_longest(record, options.family, options.experts, options.check, settings, rules)
 
 
 if __name__ == "__main__":

@@ -37,16 +37,12 @@ FIGURES: tuple[Figure, ...] = (
     Figure(name="two-gpus-zero3", command=f"{_TWO} --framework zero3", seconds=220, gpus=2, device_gib=130),
     # Right or wrong: no times are taken, so these share the machine.
     Figure(
-        name="gradients-qwen3_6-fla", command=f"{_LAYERS} --family qwen3_6 --check 8192 --rule fla", seconds=420,
-        device_gib=64, timed=False,
+        name="gradients-qwen3_6", seconds=650, device_gib=90, timed=False,
+        command=f"{_LAYERS} --family qwen3_6 --check 49152 32768 16384 --rule torch fla --device-cap 88",
     ),
     Figure(
-        name="gradients-qwen3_6-torch", command=f"{_LAYERS} --family qwen3_6 --check 32768 16384 --rule torch",
-        seconds=400, device_gib=125, timed=False,
-    ),
-    Figure(
-        name="gradients-glm5_2", command=f"{_LAYERS} --family glm5_2 --experts 8 --check 3072", seconds=300,
-        device_gib=80, timed=False,
+        name="gradients-glm5_2", seconds=300, device_gib=90, timed=False,
+        command=f"{_LAYERS} --family glm5_2 --experts 8 --check 8192 6144 4096 --device-cap 88",
     ),
     Figure(
         name="stress",
@@ -64,6 +60,13 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         name="memory-growth", command="python -m benchmarks.memory_growth --out {out}", seconds=200, device_gib=10,
         timed=False,
+    ),
+    Figure(
+        name="memory-growth-36-layers", seconds=280, device_gib=70,
+        command=(
+            "python -m benchmarks.memory_growth --layers 36 --mode detached --prompt 65536 524288 --host-budget 80GiB "
+            "--out {out}"
+        ),
     ),
     # Times of one GPU.
     Figure(
@@ -102,12 +105,16 @@ FIGURES: tuple[Figure, ...] = (
         command=f"{_STEP} --lora --prompt 131072 --ours host --host-budget 100GiB --repeats 2",
     ),
     Figure(
-        name="step-32k-g16", seconds=100, device_gib=120,
-        command=f"{_STEP} --lora --prompt 32768 --group 16 --ours host --repeats 2",
+        name="step-32k-g16", seconds=150, device_gib=120,
+        command=f"{_STEP} --lora --prompt 32768 --group 16 --ours host --repeats 2 --packed 2 --ordinary-rows 1",
+    ),
+    Figure(
+        name="step-32k-g16-all-weights", seconds=120, device_gib=135,
+        command=f"{_STEP} --prompt 32768 --group 16 --ours host --repeats 2 --ordinary-rows 2",
     ),
     Figure(
         name="attention-over-pages", seconds=180, device_gib=60,
-        command="python -m benchmarks.attention_over_pages --block 67584 135168 --out {out}",
+        command="python -m benchmarks.attention_over_pages --block 67584 --out {out}",
     ),
     Figure(
         name="attention-kernels", command="python -m benchmarks.attention_kernels --out {out}", seconds=60,

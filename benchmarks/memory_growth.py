@@ -19,20 +19,26 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, nargs="+", default=[65_536, 131_072, 262_144, 524_288])
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--response", type=int, default=1024)
+    parser.add_argument("--mode", choices=["exact", "detached"], default="exact")
     parser.add_argument("--host-budget", default="60GiB")
     parser.add_argument("--out")
     options = parser.parse_args()
     record = Record(options.out)
     model = qwen3(options.layers, "cuda", torch.bfloat16, lora=True)
-    settings = {"tiers": [{"kind": "host", "budget": options.host_budget}], "capture": {"chunk_tokens": 8192}}
+    settings = {
+        "tiers": [{"kind": "host", "budget": options.host_budget}],
+        "gradient": {"prompt": options.mode},
+        "capture": {"chunk_tokens": 8192},
+    }
     for prompt in options.prompt:
         ids, responses = random_group(prompt, options.group, options.response, 151_936)
         free_memory()
         result = measure_ours(model, ids, responses, settings, 1)
         report = result["report"]
         record.add(
-            "memory growth", layers=options.layers, prompt=prompt, group=options.group, response=options.response,
-            seconds=result["seconds"], peak_beyond_weights_gib=result["peak_beyond_weights_gib"],
+            "memory growth", layers=options.layers, mode=options.mode, prompt=prompt, group=options.group,
+            response=options.response, seconds=result["seconds"],
+            peak_beyond_weights_gib=result["peak_beyond_weights_gib"],
             tier_bytes=report["tier_bytes"], settings=settings, report=report,
         )  # fmt: skip
 

@@ -18,11 +18,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Bytes that torch can still allocate on `device`, its own cache counted as free."""
+    """Bytes that torch can still allocate on `device`: its own cache counts as free, and what lies beyond
+    `torch.cuda.set_per_process_memory_fraction` does not."""
     if device.type != "cuda":
         return free_host_bytes()
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(min(free + torch.cuda.memory_reserved(device), allowed) - allocated, 0)
 
 
 def release_cached(device: torch.device) -> None:
