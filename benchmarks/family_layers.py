@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations import sdpa_attention
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from benchmarks.common import Record, free_memory, random_group
@@ -116,6 +117,17 @@ def plain_rule() -> Iterator[None]:
         modeling_qwen3_5.torch_chunk_gated_delta_rule = given
 
 
+@contextmanager
+def expanded_heads() -> Iterator[None]:
+    """KV heads repeated for SDPA: of its float32 kernels only the one that holds all scores takes grouped ones."""
+    given = sdpa_attention.use_gqa_in_sdpa
+    sdpa_attention.use_gqa_in_sdpa = lambda *args, **kwargs: False
+    try:
+        yield
+    finally:
+        sdpa_attention.use_gqa_in_sdpa = given
+
+
 def check(
     record: Record,
     family: str,
@@ -135,7 +147,7 @@ def check(
     # The reference first: it needs the most, and what does not fit is known before the rest is computed.
     # flash-linear-attention would narrow its products.
     wide = copy.deepcopy(model).float()
-    with plain_rule():
+    with plain_rule(), expanded_heads():
         truth = plain(wide, ids, responses)
     del wide
     peak = torch.cuda.max_memory_allocated() / 2**30
