@@ -117,6 +117,8 @@ class Engine:
             self.tracer.finish()
         for pager in self.store.pagers:
             pager.close()
+        # Whoever still refers to a closed runtime holds no memory of the device by it.
+        self.staging.trim()
 
     # For transactions
 

@@ -147,3 +147,29 @@ def test_peak_memory_does_not_grow_with_the_prompt() -> None:
         assert got
         peaks.append(report.peak_device_bytes)
     assert max(peaks) <= 1.02 * min(peaks), peaks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_closed_runtime_holds_no_device_memory(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Also if somebody still refers to it. The first run's memory is that of libraries' workspaces."""
+    model = make(dtype)
+    ids, responses, weights = group(20_000)
+    tiers = [
+        {"kind": "device", "budget": "8MiB"},
+        {"kind": "host", "budget": "16MiB"},
+        {"kind": "nvme", "path": str(tmp_path), "budget": "4GiB"},
+    ]
+    runtimes, held = [], []
+    for _ in range(2):
+        with Runtime(model, tiers=tiers, capture={"chunk_tokens": 2048}) as runtime:
+            with runtime.transaction(ids) as txn:
+                for lane in txn.replay(responses):
+                    pairs = zip(lane.indices, lane.logprobs, strict=True)
+                    lane.backward(sum((lp * weights[i]).sum() for i, lp in pairs))
+            assert runtime._engine.staging.bytes > 0
+        runtimes.append(runtime)
+        del txn, lane, pairs
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert held[1] - held[0] < 1 << 20, held

@@ -32,16 +32,18 @@ def test_free_bytes_keep_to_the_fraction_that_the_user_set(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_free_bytes_are_what_can_be_allocated() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     before = torch.cuda.get_per_process_memory_fraction(device)
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated(device) + GIB) / total, device)
+    # Segments that are partly in use stay in the cache, and are free for small tensors only.
+    margin = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) + (64 << 20)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + GIB) / total, device)
     try:
-        torch.cuda.empty_cache()
         free = free_device_bytes(device)
-        assert free <= GIB
-        torch.empty(free - 64 * 2**20, dtype=torch.uint8, device=device)
+        assert GIB - 4096 <= free <= GIB + margin
+        torch.empty(free - margin, dtype=torch.uint8, device=device)
         with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(free + 64 * 2**20, dtype=torch.uint8, device=device)
+            torch.empty(free + margin, dtype=torch.uint8, device=device)
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
         torch.cuda.empty_cache()

@@ -65,6 +65,16 @@ def test_budgets_are_printed(tmp_path: Path) -> None:
     assert "nvme: 400.00 MiB" in text
 
 
+def test_a_closed_runtime_holds_no_staging_slots(tmp_path: Path) -> None:
+    group = make_group()
+    tiers = [{"kind": "nvme", "path": tmp_path, "budget": "64MiB", "engine": "posix"}]
+    with Runtime(build("qwen3"), settings(tiers=tiers)) as runtime:
+        with runtime.transaction(group.prompt) as txn:
+            replay_group(txn, group)
+        assert runtime._engine.staging.bytes > 0
+    assert runtime._engine.staging.bytes == 0
+
+
 def test_nothing_that_comes_back_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("something was unpickled")
