@@ -21,11 +21,11 @@ from longstraw.runtime.sizing import (
 )
 
 # Layers' graphs that are freed when the first workspace is needed: a lane's backward comes to the last layer's mixing
-# after its MLP; a chunk's skips the last layer's mixing. With checkpointing there is nothing yet to be freed. Fitted to
-# measured peaks (tests/planner/test_measured.py), as the next is.
+# after its MLP; a chunk's skips the last layer's mixing. Fitted to measured peaks (tests/planner/test_measured.py).
 _FREED_LANE, _FREED_CHUNK = 0.5, 2.0
-# A layer that runs again in a checkpointed backward: the largest one's graph and gradients, in graphs of the mean one.
-_AGAIN = 3.5
+# A layer that runs again in a checkpointed backward: its graph with the gradients in its MLP; then half of it is freed,
+# and the workspace of its mixing is there (tests/planner/test_checkpointed.py counts both).
+_AGAIN, _FREED_AGAIN = 1.35, 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,9 @@ def device_memory(
         return _AGAIN * layer if size.checkpoint and profile.blocks else 0.0
 
     def workspace(size: GraphSize, freed: float) -> float:
-        return max(workspace_bytes(profile) - (0.0 if size.checkpoint else freed * layer), 0.0)
+        if size.checkpoint and profile.blocks:
+            freed = _AGAIN - 1 + _FREED_AGAIN
+        return max(workspace_bytes(profile) - freed * layer, 0.0)
 
     return DeviceMemory(
         weights=rank.weights,

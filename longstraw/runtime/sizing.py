@@ -63,8 +63,9 @@ def workspace_bytes(profile: ModelProfile) -> int:
 
 
 def logits_bytes(profile: ModelProfile, block_tokens: int) -> int:
-    """Bytes of a block of logits: scores, probabilities and gradients, in float32."""
-    return 4 * 4 * block_tokens * profile.vocab_size
+    """Bytes of a block of logits in float32, and of as much again twice: the most that `head_logprobs` has at once,
+    with entropies."""
+    return 3 * 4 * block_tokens * profile.vocab_size
 
 
 def block_rows(pages: PagesConfig, device: torch.device) -> int:

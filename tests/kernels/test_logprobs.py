@@ -7,6 +7,7 @@ import torch
 
 from longstraw.kernels.logprobs import head_logprobs, module_logprobs
 from longstraw.kernels.logprobs.naive import naive_logprobs
+from tests.live_bytes import LiveBytes
 
 TOKENS, HIDDEN, VOCABULARY = 23, 12, 41
 
@@ -72,3 +73,20 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     out.backward(grad)
     assert head.weight.grad is None
     assert hidden.grad is not None
+
+
+@pytest.mark.parametrize(("entropy", "most"), [(False, 2.1), (True, 3.1)])
+def test_blocks_of_logits_are_not_there_together(entropy: bool, most: float) -> None:
+    """In float32 blocks of logits: one, with its exponentials or gradients beside it, however many blocks there are."""
+    tokens, hidden, vocabulary, block = 64, 4, 5000, 16
+    torch.manual_seed(0)
+    rows = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden, dtype=torch.bfloat16)
+    targets = torch.randint(vocabulary, (tokens,))
+    with LiveBytes() as live:
+        out = head_logprobs(rows, weight, None, targets, temperature=0.9, block_tokens=block, entropy=entropy)
+        forward, live.peak = live.peak, live.bytes
+        out.sum().backward()
+    unit = block * vocabulary * 4
+    assert 1 < forward / unit < most
+    assert 1 < live.peak / unit < most

@@ -77,7 +77,7 @@ def test_more_memory_never_makes_a_lane_narrower() -> None:
 def test_what_fits_is_within_what_is_free() -> None:
     free = 5_000_000
     tokens = fitting_tokens(PROFILE, free, False, 64)
-    assert 0.55 * free < tokens * (4000 + 50) + 16 * 64 * 100 <= 0.6 * free
+    assert 0.55 * free < tokens * (4000 + 50) + 12 * 64 * 100 <= 0.6 * free
 
 
 def test_plenty_of_memory_takes_all_branches_without_checkpointing() -> None:

@@ -81,6 +81,32 @@ def _logits(hidden_TE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, softcap
     return logits if softcap is None else torch.tanh(logits.div_(softcap)).mul_(softcap)
 
 
+def _d_logits(
+    logits_TV: Tensor,
+    targets_T1: Tensor,
+    grad_T2: Tensor,
+    lse_T1: Tensor,
+    entropies_T1: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+) -> Tensor:
+    """The gradient of the logits before the soft cap. Takes the place of the logits where no entropy is wanted."""
+    # d tanh(x) = 1 - tanh(x)^2
+    slope = None if softcap is None else (logits_TV / softcap).square_().neg_().add_(1)
+    log_p = logits_TV.div_(temperature).sub_(lse_T1)
+    p = log_p.exp_() if entropies_T1 is None else log_p.exp()
+    if entropies_T1 is None:
+        d_scores = p.mul_(-grad_T2[:, :1])
+    else:
+        d_scores = p * -grad_T2[:, :1]
+        # dH/dscore = -p (log p + H)
+        d_scores -= p.mul_(log_p.add_(entropies_T1)).mul_(grad_T2[:, 1:])
+    d_scores.scatter_add_(1, targets_T1, grad_T2[:, :1])
+    if slope is not None:
+        d_scores *= slope
+    return d_scores.div_(temperature)
+
+
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -104,8 +130,9 @@ class _HeadLogprobs(torch.autograd.Function):
             result[rows, 0] = scores.gather(-1, targets[rows, None]).squeeze(-1) - lse[rows]
             if entropy:
                 # H = lse - sum(p * score)
-                p = (scores - lse[rows, None]).exp_()
-                result[rows, 1] = lse[rows] - p.mul_(scores).sum(-1)
+                result[rows, 1] = lse[rows] - (scores - lse[rows, None]).exp_().mul_(scores).sum(-1)
+            # Or they would be there beside the next block's.
+            del scores
         ctx.save_for_backward(hidden, weight, bias, targets, lse, result[:, 1].clone() if entropy else None)
         ctx.temperature, ctx.block_tokens, ctx.softcap = temperature, block_tokens, softcap
         return result
@@ -119,24 +146,18 @@ class _HeadLogprobs(torch.autograd.Function):
         d_bias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if need_bias else None
         for at in range(0, hidden.shape[0], ctx.block_tokens):
             rows = slice(at, at + ctx.block_tokens)
-            scores = _logits(hidden[rows], weight, bias, ctx.softcap)
-            slope = None if ctx.softcap is None else 1 - (scores / ctx.softcap).square_()
-            log_p = scores.div_(ctx.temperature).sub_(lse[rows, None])
-            p = log_p.exp()
-            d_scores = p * -grad[rows, :1]
-            d_scores.scatter_add_(1, targets[rows, None], grad[rows, :1])
-            if entropies is not None:
-                # dH/dscore = -p (log p + H)
-                d_scores -= p * (log_p + entropies[rows, None]) * grad[rows, 1:]
-            if slope is not None:
-                d_scores *= slope
-            d_logits = d_scores.div_(ctx.temperature).to(hidden.dtype)
+            d_logits = _d_logits(
+                _logits(hidden[rows], weight, bias, ctx.softcap), targets[rows, None], grad[rows], lse[rows, None],
+                None if entropies is None else entropies[rows, None], ctx.temperature, ctx.softcap,
+            ).to(hidden.dtype)  # fmt: skip
             if d_hidden is not None:
                 d_hidden[rows] = d_logits @ weight
             if d_weight is not None:
                 d_weight += d_logits.T @ hidden[rows]
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=lse.dtype)
+            # Or it would be there beside the next block's logits.
+            del d_logits
         return (
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
