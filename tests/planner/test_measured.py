@@ -59,8 +59,8 @@ MEASURED = {
 
 
 def five_blocks(plan: Plan, vocabulary: int) -> float:
-    """The planned peak in GiB beyond the weights, as the steps here were measured: the LM head had blocks of logits
-    beside one another, five at most, and has two since."""
+    """The planned peak in GiB beyond the weights, as the steps here were measured: the LM head had up to five
+    blocks of logits beside one another. Now it has two, or three with entropies."""
     return replace(plan.memory, logits=5 * 4 * 1024 * vocabulary).beyond_weights / 2**30
 
 
