@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from longstraw.errors import ConfigError
 from longstraw.integrations import adapt
 from longstraw.progress import terminal_progress
 from longstraw.runtime.engine import Engine
+from longstraw.runtime.narrowing import Narrowing
 from longstraw.runtime.transaction import Transaction
 
 
@@ -49,6 +51,7 @@ class Runtime:
         adapted = adapt(model, accelerator, self.config)
         self._engine = Engine(adapted, self.config, progress=terminal_progress)
         self._references: dict[nn.Module, Engine] = {}
+        self._narrowings: WeakKeyDictionary[nn.Module, Narrowing] = WeakKeyDictionary()
 
     def transaction(self, prompt_ids: Tensor, *, row_tokens: int | None = None) -> Transaction:
         """A transaction on one prompt; entering it captures.
@@ -88,21 +91,22 @@ class Runtime:
         Returns:
             For each response float32 [R_i] (float64 for a float64 model), nats, after temperature.
         """
-        engine = self._engine
-        engine.require_open("score")
-        if model is not None:
-            engine = self._reference_engine(model)
-        policy = engine.adapter.reference() if adapter is None else nullcontext()
-        # The transaction is made within the reference policy: its profile is that policy's.
-        with policy, engine.transaction(
-            prompt_ids, row_tokens, score_only=True, reference=adapter is None
-        ) as transaction:  # fmt: skip
-            return transaction.score(responses)
+        self._engine.require_open("score")
+        with ExitStack() as stack:
+            engine = self._engine if model is None else stack.enter_context(self._reference_engine(model))
+            if adapter is None:
+                # The transaction is made within the reference policy: its profile is that policy's.
+                stack.enter_context(engine.adapter.reference())
+            transaction = engine.transaction(prompt_ids, row_tokens, score_only=True, reference=adapter is None)
+            return stack.enter_context(transaction).score(responses)
 
-    def _reference_engine(self, model: nn.Module) -> Engine:
-        """An engine on the trained model's pages. That of a sharded model is kept: it has groups of processes."""
+    @contextmanager
+    def _reference_engine(self, model: nn.Module) -> Iterator[Engine]:
+        """An engine on the trained model's pages, for one call. That of a sharded model is kept: it has groups of
+        processes."""
         if model in self._references:
-            return self._references[model]
+            yield self._references[model]
+            return
         own = self._engine
         adapted = adapt(model, None, self.config)
         if adapted.device != own.device:
@@ -113,7 +117,13 @@ class Runtime:
         engine = Engine(adapted, self.config, store=own.store)
         if adapted.sharding.ranks is not None:
             self._references[model] = engine
-        return engine
+            yield engine
+            return
+        engine.narrowing = self._narrowings.setdefault(model, engine.narrowing)
+        try:
+            yield engine
+        finally:
+            engine.close()
 
     def describe(self) -> str:
         """How gradients are reduced and what that costs, the tiers with their budgets in bytes, and every setting."""
@@ -127,7 +137,7 @@ class Runtime:
         """
         self._engine.close()
         for engine in self._references.values():
-            engine.lockstep.close()
+            engine.close()
         self._references.clear()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

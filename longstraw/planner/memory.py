@@ -13,9 +13,9 @@ from longstraw.resident.state import DTYPE_BYTES
 from longstraw.runtime.prompt_state import PromptState, output_specs, token_specs
 from longstraw.runtime.sizing import (
     GraphSize,
+    again_bytes,
     block_rows,
     checkpointed_bytes,
-    graph_bytes,
     logits_bytes,
     workspace_bytes,
 )
@@ -23,9 +23,6 @@ from longstraw.runtime.sizing import (
 # Layers' graphs that are freed when the first workspace is needed: a lane's backward comes to the last layer's mixing
 # after its MLP; a chunk's skips the last layer's mixing. Fitted to measured peaks (tests/planner/test_measured.py).
 _FREED_LANE, _FREED_CHUNK = 0.5, 2.0
-# A layer that runs again in a checkpointed backward: its graph with the gradients in its MLP; then half of it is freed,
-# and the workspace of its mixing is there (tests/planner/test_checkpointed.py counts both).
-_AGAIN, _FREED_AGAIN = 1.35, 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +37,9 @@ class DeviceMemory:
         head: the LM head's own gradient while it is summed over blocks, where it is trained.
         pages: prompt state that a device tier holds.
         lane, chunk: what autograd keeps of the widest lane, and of the longest chunk of the sweep (0 without one).
-        lane_layer, chunk_layer: of a layer that checkpointing runs again, with its gradients; 0 without.
-        lane_workspace, chunk_workspace: of a layer's mixing of tokens, beyond what its backward has freed by then.
+        lane_layer, chunk_layer: of a layer that checkpointing runs again, with gradients and workspace; 0 without.
+        lane_workspace, chunk_workspace: without checkpointing, of a layer's mixing of tokens, beyond what its backward
+            has freed by then.
         logits: one block, beside a lane.
         staging: slots that pages pass through.
         one_lane: whether there is no second lane, which would meet the first one's gradients.
@@ -101,15 +99,16 @@ def device_memory(
     layer = profile.graph_bytes / max(profile.blocks, 1)
 
     def kept(size: GraphSize) -> int:
-        return checkpointed_bytes(profile) if size.checkpoint and profile.blocks else graph_bytes(profile, False)
+        return checkpointed_bytes(profile) if runs_again(size) else profile.graph_bytes
 
-    def again(size: GraphSize) -> float:
-        return _AGAIN * layer if size.checkpoint and profile.blocks else 0.0
+    def again(size: GraphSize) -> int:
+        return again_bytes(profile) if runs_again(size) else 0
 
     def workspace(size: GraphSize, freed: float) -> float:
-        if size.checkpoint and profile.blocks:
-            freed = _AGAIN - 1 + _FREED_AGAIN
-        return max(workspace_bytes(profile) - freed * layer, 0.0)
+        return 0.0 if runs_again(size) else max(workspace_bytes(profile) - freed * layer, 0.0)
+
+    def runs_again(size: GraphSize) -> bool:
+        return size.checkpoint and profile.blocks > 0
 
     return DeviceMemory(
         weights=rank.weights,
@@ -120,8 +119,8 @@ def device_memory(
         pages=device_pages,
         lane=widest * kept(lane),
         chunk=swept * kept(chunk),
-        lane_layer=int(widest * again(lane)),
-        chunk_layer=int(swept * again(chunk)),
+        lane_layer=widest * again(lane),
+        chunk_layer=swept * again(chunk),
         lane_workspace=int(widest * workspace(lane, _FREED_LANE)),
         chunk_workspace=int(swept * workspace(chunk, _FREED_CHUNK)),
         logits=logits_bytes(profile, min(config.replay.logit_block_tokens, widest)),

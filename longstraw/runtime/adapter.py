@@ -25,6 +25,7 @@ class ModelProfile:
         layers: those that mix tokens, in the order in which the model runs them.
         blocks: how many layers there are in all, each of which can be checkpointed.
         graph_bytes: bytes that autograd keeps for a token, all layers, without checkpointing.
+        largest_layer_bytes: those of them that are kept in the layer that keeps the most.
         hidden_size, vocab_size: of the hidden states and the LM head.
         hidden_dtype: of the hidden states.
         no_aux_loss: why the routers' auxiliary loss is not computed, or None if it is.
@@ -33,6 +34,7 @@ class ModelProfile:
     layers: tuple[LayerSpec, ...]
     blocks: int
     graph_bytes: int
+    largest_layer_bytes: int
     hidden_size: int
     vocab_size: int
     hidden_dtype: torch.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.report import Report
 from longstraw.runtime.router_loss import RouterLoss
 from longstraw.runtime.routers import RouterTally
-from longstraw.runtime.sizing import GraphSize, plan_chunks, plan_lanes
+from longstraw.runtime.sizing import GraphSize, plan_chunks, plan_lanes, wider_half
 from longstraw.runtime.upload import upload
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class CapturedPrompt:
     Attributes:
         state: the pages, once `capture` has run.
         narrowing: what chunks and lanes keep to because memory ran out.
+        proven: the widths among these at which passes have ended well since.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class CapturedPrompt:
         # differently. Out-of-memory retries correct it downwards.
         self._free = engine.free_bytes()
         self._frequencies = engine.adapter.frequencies_key(row_tokens or len(prompt_P))
-        self.narrowing, self._learned = engine.narrowing.copy(), engine.narrowing.copy()
+        self.narrowing, self.proven = engine.narrowing.copy(), Narrowing()
+        self._shortened_in: str | None = None
         rows = len(prompt_P) - 1
         self._shortest = shortest_chunk(rows)
         size = self.narrowing.chunk(engine.chunk_size(profile, rows, self._free), self._shortest)
@@ -77,9 +79,12 @@ class CapturedPrompt:
 
     def capture(self) -> None:
         """Run the prompt without autograd and fill its pages; in shorter chunks if memory runs out."""
+        failure: Exception | None = None
         while True:
             try:
+                self._reserve(failure)
                 self._capture_chunks()
+                self._prove_chunks("capture")
                 return
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -88,10 +93,22 @@ class CapturedPrompt:
             self._engine.release(self._owner)
             self._shorten_chunks("capture", failure)
 
+    def _reserve(self, failure: Exception | None) -> None:
+        """Pages for the prompt as it is cut now. `failure`: of memory, that made the chunks shorter."""
+        chunks = plan_chunks(len(self._prompt) - 1, self._chunk_tokens)
+        try:
+            self.state = self._engine.reserve(self._owner, self._profile, chunks, exact=self._exact)
+        except CapacityError as error:
+            if failure is None:
+                raise
+            raise CapacityError(
+                f"out of memory in the capture ({failure}); and in chunks of {self._chunk_tokens} tokens, which it was "
+                f"to be run again in, the prompt needs more pages than there are. {error}"
+            ) from failure
+
     def _capture_chunks(self) -> None:
         engine, report = self._engine, self._report
         chunks = plan_chunks(len(self._prompt) - 1, self._chunk_tokens)
-        self.state = engine.reserve(self._owner, self._profile, chunks, exact=self._exact)
         report.tier_bytes = self.state.tier_bytes()
         report.kept_output_layers = self.state.kept_output_layers
         report.chunks, report.chunk_tokens = len(chunks), self._chunk_tokens
@@ -125,6 +142,7 @@ class CapturedPrompt:
             if not is_out_of_memory(error):
                 raise
             return without_frames(error)
+        self._prove_chunks("sweep")
         return None
 
     def _sweep_chunks(self) -> None:
@@ -160,7 +178,6 @@ class CapturedPrompt:
     def _shorten_chunks(self, phase: str, failure: Exception) -> None:
         self.refuse_in_lockstep(failure)
         if self._chunk_tokens <= self._shortest:
-            self.narrowing.chunk_tokens = self._learned.chunk_tokens
             what = "a single prompt token"
             if self._chunk_tokens > 1:
                 what = (
@@ -168,7 +185,7 @@ class CapturedPrompt:
                     "are made only if capture.chunk_tokens asks for them"
                 )
             # A capture keeps no graph that checkpointing could shrink.
-            checkpoint = "set replay.checkpoint: true, " if phase == "sweep" else ""
+            checkpoint = "set replay.checkpoint: true, " if phase == "sweep" and not self._checkpoint else ""
             raise CapacityError(
                 f"out of memory in the {phase} of {what}. Free device memory, {checkpoint}or lower the budget of the "
                 f"device tier. {failure}"
@@ -177,6 +194,19 @@ class CapturedPrompt:
         release_cached(self._engine.device)
         self._chunk_tokens = max((self._chunk_tokens + 1) // 2, self._shortest)
         self.narrowing.learn(Narrowing(chunk_tokens=self._chunk_tokens))
+        self._shortened_in = phase
+
+    def _prove_chunks(self, phase: str) -> None:
+        """Chunks that were shortened for this phase have gone through it."""
+        if self._shortened_in == phase:
+            self.proven.learn(Narrowing(chunk_tokens=self._chunk_tokens))
+
+    def hand_on(self) -> None:
+        """Let the next transaction keep to the widths of this one, seen to fit or not."""
+        self.proven.learn(self.narrowing)
+
+    def _prove_lanes(self) -> None:
+        self.proven.learn(Narrowing(lane_tokens=self.narrowing.lane_tokens))
 
     def _chunk_inputs(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         device = self._engine.device
@@ -215,8 +245,9 @@ class CapturedPrompt:
                     self._routers.counted(chosen, forward.routers)
                 parts = packed.split([len(branch) for branch in chosen])
                 found.update(zip(indices, parts, strict=True))
+                self._prove_lanes()
                 continue
-            pending.extendleft(reversed(self.halve(indices, branches, failure)))
+            pending = self.narrow(indices, pending, branches, failure)
         phase.finish()
         return [found[i] for i in range(len(branches))]
 
@@ -253,6 +284,7 @@ class CapturedPrompt:
                 raise
             return without_frames(error)
         self.state.gradients_started = True
+        self._prove_lanes()
         return None
 
     def lane_size(self, branches: list[Tensor]) -> GraphSize:
@@ -267,22 +299,39 @@ class CapturedPrompt:
         """Tokens of each branch that run: the auxiliary loss wants the last one too."""
         return [len(branch) + (self._routers is not None) for branch in branches]
 
-    def halve(self, indices: tuple[int, ...], branches: list[Tensor], failure: Exception) -> list[tuple[int, ...]]:
-        """A lane that ran out of memory, in two; lanes to come keep to the narrower width."""
+    def narrow(
+        self,
+        indices: tuple[int, ...],
+        pending: Iterable[tuple[int, ...]],
+        branches: list[Tensor],
+        failure: Exception,
+        *,
+        checkpoint: bool | None = None,
+    ) -> deque[tuple[int, ...]]:
+        """A lane ran out of memory: it and those to come, cut anew to the width of its larger half.
+
+        Args:
+            checkpoint: whether its graph was checkpointed; None for a pass without a graph.
+
+        Raises:
+            CapacityError: it had one branch.
+        """
         self.refuse_in_lockstep(failure)
         lengths = self._rows([branches[i] for i in indices])
         if len(indices) == 1:
-            self.narrowing.lane_tokens = self._learned.lane_tokens
+            advice = "set replay.checkpoint: true, " if checkpoint is False else ""
             raise CapacityError(
                 f"out of memory on a lane of one branch with {lengths[0]} tokens, which cannot be narrowed. Free "
-                "device memory, set replay.checkpoint: true, lower replay.logit_block_tokens, or lower the budget of "
-                f"the device tier. {failure}"
+                f"device memory, {advice}lower replay.logit_block_tokens, or lower the budget of the device tier. "
+                f"{failure}"
             ) from failure
         self._report.retries += 1
         release_cached(self._engine.device)
-        self.narrowing.learn(Narrowing(lane_tokens=max(max(lengths), sum(lengths) // 2)))
-        half = (len(indices) + 1) // 2
-        return [indices[:half], indices[half:]]
+        width = wider_half(lengths)
+        self.narrowing.learn(Narrowing(lane_tokens=width))
+        left = [*indices, *(i for lane in pending for i in lane)]
+        lanes = plan_lanes(self._rows([branches[i] for i in left]), width)
+        return deque(tuple(left[i] for i in lane) for lane in lanes)
 
     def refuse_in_lockstep(self, failure: Exception) -> None:
         """Raises CapacityError on a rank in lockstep: a pass that is made again would be one too many."""

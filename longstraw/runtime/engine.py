@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from torch import Tensor, nn
 
@@ -51,6 +51,7 @@ class Engine:
         self.config = config
         self.device = adapter.device
         self.watch = WeightsWatch(adapter)
+        self._own_store = store is None
         self.store = store if store is not None else build_store(config, self.device)
         self.staging = StagingPool(self.device)
         # With another engine's pages the trace is that one's.
@@ -108,17 +109,22 @@ class Engine:
             raise TransactionStateError(f"{call}: the runtime is closed; make another")
 
     def close(self) -> None:
-        """Give every tier back, and write what the trace still holds of a failed transaction."""
+        """Give back every tier of its own, and write what the trace still holds of a failed transaction.
+
+        What cannot be closed does not keep the rest open; the last error is raised.
+        """
         if self.lockstep.depth:
             raise TransactionStateError("close: inside a transaction, or accumulate(); leave it first")
         self._closed = True
-        self.lockstep.close()
-        if self.tracer is not None:
-            self.tracer.finish()
-        for pager in self.store.pagers:
-            pager.close()
-        # Whoever still refers to a closed runtime holds no memory of the device by it.
-        self.staging.trim()
+        with ExitStack() as stack:
+            # Whoever still refers to a closed runtime holds no memory of the device by it.
+            stack.callback(self.staging.trim)
+            if self._own_store:
+                for pager in reversed(self.store.pagers):
+                    stack.callback(pager.close)
+            if self.tracer is not None:
+                stack.callback(self.tracer.finish)
+            stack.callback(self.lockstep.close)
 
     # For transactions
 

@@ -21,7 +21,6 @@ class LaneState(enum.Enum):
 
     LIVE = "live"
     DONE = "backward was called"
-    FAILED = "its backward failed"
     SKIPPED = "skipped"
     CLOSED = "closed"
 
@@ -154,11 +153,6 @@ class Lane:
 
         Raises TransactionStateError if neither `backward` nor `skip` was called: its gradient would be lost.
         """
-        if self.state is LaneState.FAILED:
-            raise TransactionStateError(
-                f"lane of branches {list(self.indices)}: its backward failed and left part of its gradient; leave the "
-                "transaction with that error, and enter it again"
-            )
         if self.state is not LaneState.LIVE:
             return
         if self._backward_by_hand:

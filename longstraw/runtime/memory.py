@@ -24,7 +24,8 @@ def free_device_bytes(device: torch.device) -> int:
         return free_host_bytes()
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    index = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    allowed = int(torch.cuda.get_per_process_memory_fraction(index) * total)
     return max(min(free + torch.cuda.memory_reserved(device), allowed) - allocated, 0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longstraw.runtime.sizing import GraphSize
 
@@ -17,16 +17,24 @@ def shortest_chunk(rows: int) -> int:
     return max(-(-rows // _MOST_CHUNKS), 1)
 
 
+_CALM = 8
+"""Transactions without memory running out, after which twice the width is tried again."""
+
+
 @dataclass(slots=True)
 class Narrowing:
     """The widths, in tokens, that passes must keep to; None where memory has not run out.
 
-    A transaction has one of its own, and hands it on as it ends. Widths at which it failed all the same are left out:
-    they have taught nothing, and would slow down everything after it.
+    A transaction has two of its own: one for what it tries, and one for what it has seen to fit, which it hands on as
+    it ends. A width that did not fit either has taught nothing, and would slow down everything after it.
+
+    Attributes:
+        calm: transactions that have ended since memory last ran out, or wider passes were last tried.
     """
 
     lane_tokens: int | None = None
     chunk_tokens: int | None = None
+    calm: int = 0
 
     def lane(self, size: GraphSize) -> GraphSize:
         """A lane's size within the width."""
@@ -41,8 +49,17 @@ class Narrowing:
         self.lane_tokens = _least(self.lane_tokens, other.lane_tokens)
         self.chunk_tokens = _least(self.chunk_tokens, other.chunk_tokens)
 
+    def ended(self, proven: Narrowing, *, ran_out: bool) -> None:
+        """A transaction has ended, and saw these widths to fit. What took the memory may be gone after some of them."""
+        self.learn(proven)
+        self.calm = 0 if ran_out else self.calm + 1
+        if self.calm == _CALM:
+            self.calm = 0
+            self.lane_tokens = None if self.lane_tokens is None else 2 * self.lane_tokens
+            self.chunk_tokens = None if self.chunk_tokens is None else 2 * self.chunk_tokens
+
     def copy(self) -> Narrowing:
-        return Narrowing(self.lane_tokens, self.chunk_tokens)
+        return replace(self)
 
 
 def _within(size: GraphSize, most: int | None) -> GraphSize:

@@ -30,39 +30,48 @@ class Repetition:
         self.possible = True
         self._captured, self._ledger, self._report = captured, ledger, report
         self._replayed: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self._last = 0
 
     def record(self, branches: Sequence[Tensor], upstream: Sequence[Tensor], worth_N: Tensor | None) -> None:
         """Note a lane's branches, int64 [R_i], the gradients [R_i, 2] at their log-probs and entropies, and what their
         routers' probabilities are worth, [N] or nothing."""
+        self._last = len(branches)
         self._replayed += ((*pair, worth_N) for pair in zip(branches, upstream, strict=True))
 
-    def run(self, failure: Exception, *, narrower: bool) -> None:
-        """Run every branch again, in lanes of half the width if `narrower`; narrower still until it fits.
+    def run(self, failure: Exception, *, checkpoint: bool | None = None) -> None:
+        """Run every branch again, narrower until it fits.
+
+        Args:
+            failure: of memory; in the backward of the lane that was noted last, or in a sweep.
+            checkpoint: whether that lane was checkpointed; None if it was no lane's.
 
         Raises:
             CapacityError: a lane of a single branch does not fit, or the lanes cannot be run again.
         """
         self._captured.refuse_in_lockstep(failure)
+        branches = [branch for branch, _, _ in self._replayed]
+        if checkpoint is not None:
+            last = tuple(range(len(branches) - self._last, len(branches)))
+            self._captured.narrow(last, (), branches, failure, checkpoint=checkpoint)
         if not self.possible:
+            # Whoever tries again finds what this failure taught.
+            self._captured.hand_on()
             raise CapacityError(
                 "out of memory in a backward pass, and the lanes cannot be run again because a loss reached parameters "
                 f"directly, beside lane.logprobs; set replay.lane_tokens or capture.chunk_tokens lower. {failure}"
             ) from failure
-        branches = [branch for branch, _, _ in self._replayed]
-        if narrower:
-            self._captured.halve(tuple(range(len(branches))), branches, failure)
         while True:
             size = self._captured.lane_size(branches)
-            lanes = self._captured.plan_lanes(branches, size)
             self._ledger.discard()
             self._captured.state.discard_gradients()
-            again = self._run_lanes(lanes, size.checkpoint)
-            if again is None:
+            failed = self._run_lanes(self._captured.plan_lanes(branches, size), size.checkpoint)
+            if failed is None:
                 return
-            widest = max(lanes, key=lambda lane: sum(len(branches[i]) for i in lane))
-            self._captured.halve(widest, branches, again)
+            indices, again = failed
+            self._captured.narrow(indices, (), branches, again, checkpoint=size.checkpoint)
 
-    def _run_lanes(self, lanes: list[tuple[int, ...]], checkpoint: bool) -> Exception | None:
+    def _run_lanes(self, lanes: list[tuple[int, ...]], checkpoint: bool) -> tuple[tuple[int, ...], Exception] | None:
+        """The lane that ran out of memory, and the error."""
         for indices in lanes:
             branches = [self._replayed[i][0] for i in indices]
             upstream = torch.cat([self._replayed[i][1] for i in indices])
@@ -71,12 +80,14 @@ class Repetition:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                return without_frames(error)
-            if forward.routers is not None:
-                forward.routers.send([self._replayed[i][2] for i in indices])
-            failure = self._captured.backward_lane(forward, packed, upstream)
-            forward.__exit__(None, None, None)
+                return indices, without_frames(error)
+            try:
+                if forward.routers is not None:
+                    forward.routers.send([self._replayed[i][2] for i in indices])
+                failure = self._captured.backward_lane(forward, packed, upstream)
+            finally:
+                forward.__exit__(None, None, None)
             self._report.add_traffic("backward", forward.traffic)
             if failure is not None:
-                return failure
+                return indices, failure
         return None

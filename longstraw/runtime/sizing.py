@@ -43,18 +43,27 @@ class GraphSize:
     checkpoint: bool
 
 
-def graph_bytes(profile: ModelProfile, checkpoint: bool) -> int:
-    """Bytes of live graph a token. With checkpointing: each layer's input and what it keeps beside it, and one layer's
-    whole graph with its gradients."""
-    if not checkpoint or not profile.blocks:
-        return max(profile.graph_bytes, 1)
-    return checkpointed_bytes(profile) + 3 * profile.graph_bytes // profile.blocks
-
-
 def checkpointed_bytes(profile: ModelProfile) -> int:
     """Bytes a token that checkpointing keeps throughout: each layer's input and what it keeps beside it."""
     inputs = profile.blocks * profile.hidden_size * profile.hidden_dtype.itemsize
     return inputs + sum(layer.kept_bytes for layer in profile.layers)
+
+
+def again_bytes(profile: ModelProfile) -> int:
+    """Bytes a token of the largest layer as a checkpointed backward runs it again.
+
+    Its graph with the gradients in its MLP; or, where that is more, what is left of its graph behind the MLP, with the
+    workspace of its mixing of tokens. `tests/planner/test_checkpointed.py` counts both.
+    """
+    layer = profile.largest_layer_bytes
+    return math.ceil(max(1.35 * layer, 0.5 * layer + workspace_bytes(profile)))
+
+
+def pass_bytes(profile: ModelProfile, checkpoint: bool) -> int:
+    """Bytes a token of a pass with its backward, without its logits."""
+    if checkpoint and profile.blocks:
+        return checkpointed_bytes(profile) + again_bytes(profile)
+    return profile.graph_bytes + workspace_bytes(profile)
 
 
 def workspace_bytes(profile: ModelProfile) -> int:
@@ -88,7 +97,7 @@ def fitting_tokens(profile: ModelProfile, free: int, checkpoint: bool, logit_blo
     Beside the graph there is a block of logits, and one layer's workspace.
     """
     room = int(free * USABLE - logits_bytes(profile, logit_block_tokens))
-    return max(room // (graph_bytes(profile, checkpoint) + workspace_bytes(profile)), 0)
+    return max(room // pass_bytes(profile, checkpoint), 0)
 
 
 def hiding_tokens(link_bytes_a_parameter: float) -> int:
@@ -171,6 +180,12 @@ def plan_lanes(lengths: Sequence[int], lane_tokens: int) -> list[tuple[int, ...]
     if all(len(lane) == 1 or sum(lengths[i] for i in lane) <= lane_tokens for lane in even):
         lanes = even
     return [tuple(sorted(lane)) for lane in lanes]
+
+
+def wider_half(lengths: Sequence[int]) -> int:
+    """Tokens of the larger of two parts, as even as they come, of a lane of two branches or more."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return max(sum(lengths[i] for i in part) for part in _least_loaded(lengths, order, 2))
 
 
 def _first_fit(lengths: Sequence[int], order: Sequence[int], lane_tokens: int) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -65,8 +66,9 @@ class Transaction:
         self._ledger = self._engine.open_ledger()
         self._drift = DriftMeter()
         self._aux_value: Tensor | None = None
-        self._narrowing = Narrowing()
+        self._proven = Narrowing()
         self._lane: Lane | None = None
+        self._broken: str | None = None
         self._unasked = 0
         self._phase: Phase | None = None
 
@@ -167,13 +169,13 @@ class Transaction:
         self._require_asked("sweep")
         self._end_phase()
         self._check_weights("sweep")
-        with self.report.phase("sweep", self._engine.device):
+        with self.report.phase("sweep", self._engine.device), self._whole_or_broken("sweep"):
             while self._captured.needs_sweep:
                 failure = self._captured.sweep()
                 if failure is None:
                     break
                 self._captured.capture_shorter(failure)
-                self._repetition.run(failure, narrower=False)
+                self._repetition.run(failure)
         self._move(TransactionState.SWEPT)
 
     # Capture
@@ -195,7 +197,7 @@ class Transaction:
             routers=self._routers,
             report=self.report,
         )
-        self._narrowing = self._captured.narrowing
+        self._proven = self._captured.proven
         self._repetition = Repetition(self._captured, self._ledger, self.report)
         self._captured.capture()
         self._move(TransactionState.CAPTURED)
@@ -234,7 +236,9 @@ class Transaction:
                 yield lane
                 self._settle_lane()
                 continue
-            pending.extendleft(reversed(self._captured.halve(indices, branches, failure)))
+            pending = self._captured.narrow(
+                indices, pending, branches, failure, checkpoint=self.report.checkpoint_replay
+            )
             self._count(branches)
         self._end_phase()
 
@@ -254,34 +258,41 @@ class Transaction:
         self._require("replay", TransactionState.REPLAYING)
         self._check_weights("replay")
         chosen = [branches[i] for i in indices]
+        lengths = [len(branch) for branch in chosen]
+
+        def backward(lane: Lane, loss: Tensor) -> None:
+            self._backward(lane, loss, chosen, group, checkpoint)
+
         packed, forward = self._captured.forward_lane(Purpose.REPLAY, chosen, checkpoint)
+        try:
+            share: Tensor | str = self._profile.no_aux_loss or ""
+            if group is not None and self._routers is not None and forward.routers is not None:
+                self._routers.counted(chosen, forward.routers)
+                share = group.share(chosen, forward.routers)
+            lane = Lane(
+                indices,
+                lengths,
+                packed,
+                forward,
+                backward,
+                on_skip=self._skip,
+                entropy=self._engine.config.replay.entropy,
+                aux_loss=share,
+            )
+            for branch, logprobs in zip(chosen, packed.detach()[:, 0].split(lengths), strict=True):
+                self._drift.replayed(branch, logprobs)
+        except BaseException as error:
+            forward.__exit__(type(error), error, error.__traceback__)
+            raise
         self.report.lanes += 1
         self.report.branches += len(indices)
         self.report.left_out -= len(indices)
-        lengths = [len(branch) for branch in chosen]
         self.report.response_tokens += sum(lengths)
-        for branch, logprobs in zip(chosen, packed.detach()[:, 0].split(lengths), strict=True):
-            self._drift.replayed(branch, logprobs)
-        share: Tensor | str = self._profile.no_aux_loss or ""
-        if group is not None and self._routers is not None and forward.routers is not None:
-            self._routers.counted(chosen, forward.routers)
-            share = group.share(chosen, forward.routers)
+        return lane
 
-        def backward(lane: Lane, loss: Tensor) -> None:
-            self._backward(lane, loss, chosen, group)
-
-        return Lane(
-            indices,
-            lengths,
-            packed,
-            forward,
-            backward,
-            on_skip=self._skip,
-            entropy=self._engine.config.replay.entropy,
-            aux_loss=share,
-        )
-
-    def _backward(self, lane: Lane, loss: Tensor, branches: list[Tensor], group: GroupLoss | None) -> None:
+    def _backward(
+        self, lane: Lane, loss: Tensor, branches: list[Tensor], group: GroupLoss | None, checkpoint: bool
+    ) -> None:
         self._require("lane.backward", TransactionState.REPLAYING)
         self._check_weights("lane.backward")
         sharding = self._engine.sharding
@@ -295,24 +306,29 @@ class Transaction:
             self._repetition.possible = False
         with self.report.phase("backward", self._engine.device):
             upstream = lane.upstream(sharding.scale_loss(loss))
-            worth_N = None
-            if group is not None and lane.forward.routers is not None:
-                worth_N = group.backward(lane.aux_scale, lane.indices, lane.forward.routers, exact=self._exact)
-                lane.forward.routers.send([worth_N] * len(branches))
-                self._report_aux_loss(group)
-            self._repetition.record(branches, upstream.split([len(branch) for branch in branches]), worth_N)
-            assert self._phase is not None
+            with self._whole_or_broken("lane.backward"):
+                self._send(lane, upstream, branches, group, checkpoint)
+
+    def _send(
+        self, lane: Lane, upstream: Tensor, branches: list[Tensor], group: GroupLoss | None, checkpoint: bool
+    ) -> None:
+        """The gradient at a lane's log-probs, through the model."""
+        worth_N = None
+        if group is not None and lane.forward.routers is not None:
+            worth_N = group.backward(lane.aux_scale, lane.indices, lane.forward.routers, exact=self._exact)
+            lane.forward.routers.send([worth_N] * len(branches))
+            self._report_aux_loss(group)
+        self._repetition.record(branches, upstream.split([len(branch) for branch in branches]), worth_N)
+        assert self._phase is not None
+        try:
             with self._phase.backward():
-                try:
-                    failure = self._captured.backward_lane(lane.forward, lane.take_packed(), upstream)
-                except BaseException:
-                    lane.close(LaneState.FAILED)
-                    raise
+                failure = self._captured.backward_lane(lane.forward, lane.take_packed(), upstream)
+        finally:
             lane.close(LaneState.DONE)
-            self.report.add_traffic("backward", lane.forward.traffic)
-            self._lane = None
-            if failure is not None:
-                self._repetition.run(failure, narrower=True)
+        self.report.add_traffic("backward", lane.forward.traffic)
+        self._lane = None
+        if failure is not None:
+            self._repetition.run(failure, checkpoint=checkpoint)
 
     def _report_aux_loss(self, group: GroupLoss) -> None:
         self.report.aux_loss_scale, self.report.aux_loss_prompt_weight = group.scale, group.branches
@@ -325,7 +341,7 @@ class Transaction:
         own = self._ledger.begun and not self._engine.lockstep.collective
         self._engine.deliver(self._ledger.take() if own else {})
         self._captured.state.release()
-        self._engine.narrowing.learn(self._narrowing)
+        self._engine.narrowing.ended(self._proven, ran_out=self.report.retries > 0)
         drift = self._drift.result()
         if drift is not None:
             self.report.drift_mean, self.report.drift_max = drift
@@ -339,7 +355,7 @@ class Transaction:
             self._lane = None
         self._ledger.rollback()
         self._engine.release(self._owner)
-        self._engine.narrowing.learn(self._narrowing)
+        self._engine.narrowing.ended(self._proven, ran_out=True)
         self._phase = None
         self._move(TransactionState.FAILED)
         self._engine.leave(error)
@@ -385,7 +401,21 @@ class Transaction:
                 self._engine.sharding.backward(packed, torch.zeros_like(packed))
             # Zeros on gradient pages are no gradient: the next lane overwrites them, and without one nothing is swept.
 
+    @contextmanager
+    def _whole_or_broken(self, call: str) -> Iterator[None]:
+        """What fails within has added part of its gradient, or lost what was there: the transaction can only fail,
+        also if the error is caught and the block goes on."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = f"{call} failed ({type(error).__name__}: {error}) and left part of its gradient"
+            raise
+
     def _require(self, call: str, *states: TransactionState) -> None:
+        if self._broken is not None:
+            raise TransactionStateError(
+                f"{call}: {self._broken}; leave the transaction with that error, and enter it again"
+            )
         if self.state not in states:
             allowed = " or ".join(state.value for state in states)
             raise TransactionStateError(f"{call}: the transaction is {self.state.value}; it must be {allowed}")

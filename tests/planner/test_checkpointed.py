@@ -28,13 +28,12 @@ HYBRID: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_a_layer_that_runs_again(hybrid: bool, lora: bool) -> None:
-    """The plan promises no less than is needed, and not much more."""
+def test_a_layer_that_runs_again(hybrid: bool) -> None:
+    """The plan promises no less than is needed, and not much more. LoRA's own gradients are too small to count."""
     config: Any = Qwen3_5TextConfig(**SHAPE, **HYBRID) if hybrid else Qwen3Config(**SHAPE)
     model: Any = Qwen3_5ForCausalLM(config) if hybrid else Qwen3ForCausalLM(config)
-    model = (add_lora(model) if lora else model).to(torch.bfloat16).train()
+    model = add_lora(model).to(torch.bfloat16).train()
     settings: dict[str, Any] = {
         "tiers": [{"kind": "host", "budget": "1GiB"}],
         "capture": {"chunk_tokens": TOKENS, "keep_attention": "never"},
@@ -52,9 +51,9 @@ def test_a_layer_that_runs_again(hybrid: bool, lora: bool) -> None:
         before, live.peak = live.bytes, 0
         txn.sweep()
         sweep = live.peak - before - kept
-    made = blueprint(config, lora_rank=4 if lora else None, gated_delta="torch")
+    made = blueprint(config, lora_rank=4, gated_delta="torch")
     workload = Workload(prompt=2 * TOKENS + 1, group=4, response=TOKENS // 4)
     memory = make_plan(made, workload, Config(**settings), Machine(), timed=False).memory
-    planned = memory.lane_layer + memory.lane_workspace
-    assert planned == memory.chunk_layer + memory.chunk_workspace
-    assert max(backward, sweep) < planned < 1.3 * max(backward, sweep), (backward / planned, sweep / planned)
+    assert memory.lane_layer == memory.chunk_layer and memory.lane_workspace == memory.chunk_workspace == 0
+    most = max(backward, sweep)
+    assert most < memory.lane_layer < 1.3 * most, (backward / memory.lane_layer, sweep / memory.lane_layer)

@@ -31,3 +31,20 @@ def test_the_narrower_of_two_is_learned() -> None:
 @pytest.mark.parametrize(("rows", "tokens"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (131_072, 128), (1 << 20, 1024)])
 def test_shortest_chunk(rows: int, tokens: int) -> None:
     assert shortest_chunk(rows) == tokens
+
+
+def test_twice_the_width_is_tried_after_eight_calm_transactions() -> None:
+    narrowing = Narrowing()
+    narrowing.ended(Narrowing(lane_tokens=6, chunk_tokens=5), ran_out=True)
+    for _ in range(7):
+        narrowing.ended(Narrowing(lane_tokens=6), ran_out=False)
+    assert (narrowing.lane_tokens, narrowing.chunk_tokens) == (6, 5)
+    narrowing.ended(Narrowing(), ran_out=False)
+    assert (narrowing.lane_tokens, narrowing.chunk_tokens, narrowing.calm) == (12, 10, 0)
+
+
+def test_running_out_again_starts_the_count_anew() -> None:
+    narrowing = Narrowing(lane_tokens=6)
+    for ran_out in (False,) * 7 + (True,) + (False,) * 7:
+        narrowing.ended(Narrowing(), ran_out=ran_out)
+    assert narrowing.lane_tokens == 6

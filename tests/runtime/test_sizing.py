@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 
 from longstraw.runtime.adapter import ModelProfile
 from longstraw.runtime.layer_spec import LayerSpec
-from longstraw.runtime.sizing import fitting_tokens, graph_bytes, plan_chunks, plan_lanes, size_chunk, size_lane
+from longstraw.runtime.sizing import fitting_tokens, pass_bytes, plan_chunks, plan_lanes, size_chunk, size_lane
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROFILE = ModelProfile(
     layers=tuple(LayerSpec(index=i, states=(), kept_bytes=100, workspace_bytes=50) for i in range(4)),
     blocks=4,
     graph_bytes=4000,
+    largest_layer_bytes=1000,
     hidden_size=10,
     vocab_size=100,
     hidden_dtype=torch.float32,
@@ -63,8 +65,11 @@ def test_chunks_are_even_and_of_whole_tiles() -> None:
 
 
 def test_checkpointing_costs_less_memory() -> None:
-    assert graph_bytes(PROFILE, True) == 4 * 10 * 4 + 4 * 100 + 3 * 1000
-    assert graph_bytes(PROFILE, True) < graph_bytes(PROFILE, False) == 4000
+    assert pass_bytes(PROFILE, True) == 4 * 10 * 4 + 4 * 100 + 1350
+    assert pass_bytes(PROFILE, True) < pass_bytes(PROFILE, False) == 4000 + 50
+    # A layer whose mixing needs more than its MLP's gradients.
+    heavy = replace(PROFILE, layers=tuple(replace(layer, workspace_bytes=3000) for layer in PROFILE.layers))
+    assert pass_bytes(heavy, True) == 4 * 10 * 4 + 4 * 100 + 500 + 3000
 
 
 def test_more_memory_never_makes_a_lane_narrower() -> None:
@@ -113,4 +118,4 @@ def test_chunks_are_no_longer_than_the_prompt() -> None:
     assert size_chunk(PROFILE, 61, free=10**12, chunk_tokens=23, **options).tokens == 23
     assert size_chunk(PROFILE, 0, free=10**12, chunk_tokens="auto", **options).tokens == 1
     assert size_chunk(PROFILE, 10**6, free=10**12, chunk_tokens="auto", **options).tokens == 1_024
-    assert size_chunk(PROFILE, 10**6, free=10**6, chunk_tokens="auto", **options).tokens < 300
+    assert size_chunk(PROFILE, 10**6, free=10**6, chunk_tokens="auto", **options).tokens == 314

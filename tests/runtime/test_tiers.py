@@ -14,6 +14,7 @@ import torch
 from longstraw import Config, Runtime
 from longstraw.pagers import limits
 from longstraw.runtime import tiers as tiers_module
+from longstraw.runtime.engine import Engine
 from longstraw.runtime.tiers import TIER_SHARE, build_store
 from tests.parity.models import build, make_group, replay_group, settings
 
@@ -73,6 +74,52 @@ def test_a_closed_runtime_holds_no_staging_slots(tmp_path: Path) -> None:
             replay_group(txn, group)
         assert runtime._engine.staging.bytes > 0
     assert runtime._engine.staging.bytes == 0
+
+
+def test_a_reference_engine_holds_no_staging_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, original = make_group(), Engine.__init__
+    made: list[Engine] = []
+
+    def init(self: Engine, *args: Any, **kwargs: Any) -> None:
+        made.append(self)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "__init__", init)
+    tiers = [{"kind": "nvme", "path": tmp_path, "budget": "64MiB", "engine": "posix"}]
+    with Runtime(build("qwen3"), settings(tiers=tiers)) as runtime:
+        for _ in range(2):
+            runtime.score(group.prompt, group.responses, model=build("qwen3", seed=5))
+        assert len(made) == 3
+        assert [engine.staging.bytes for engine in made] == [0, 0, 0]
+        with runtime.transaction(group.prompt) as txn:
+            replay_group(txn, group)
+
+
+def test_a_tier_that_cannot_be_closed_does_not_keep_the_others_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_group()
+    tiers = [
+        {"kind": "host", "budget": "40KiB"},
+        {"kind": "nvme", "path": tmp_path, "budget": "64MiB", "engine": "posix"},
+    ]
+    runtime = Runtime(build("qwen3"), settings(tiers=tiers))
+    with runtime.transaction(group.prompt) as txn:
+        replay_group(txn, group)
+    engine = runtime._engine
+    host, nvme = engine.store.pagers
+    closed, original = [], nvme.close
+    assert engine.staging.bytes
+
+    def refuse() -> None:
+        raise RuntimeError("the host's arena is still registered")
+
+    monkeypatch.setattr(host, "close", refuse)
+    monkeypatch.setattr(nvme, "close", lambda: (original(), closed.append(nvme)))
+    with pytest.raises(RuntimeError, match="still registered"):
+        runtime.close()
+    assert closed == [nvme]
+    assert engine.staging.bytes == 0
 
 
 def test_nothing_that_comes_back_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,14 @@ class TransformersAdapter:
         """How many decoder layers there are."""
         return len(self._blocks)
 
+    @contextmanager
+    def each_layer(self, around: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
+        """Runs each decoder layer, counted from 0, within a context of its own."""
+        with ExitStack() as stack:
+            for number, layer in enumerate(self._blocks):
+                stack.enter_context(_exchanged(layer, _within(layer.forward, functools.partial(around, number))))
+            yield
+
     def state_key(self) -> Hashable:
         return checks.adapter_state(self._model)
 
@@ -284,6 +292,15 @@ def _uncast(original: Callable[..., Any]) -> Callable[..., Any]:
 def _as_complex(result: Tensor) -> Tensor:
     """What a framework's cast of floating outputs passes as it is; a copy, as its hooks want no views."""
     return (torch.view_as_complex(result) if result.shape[-1] == 2 else result).clone()
+
+
+def _within(original: Callable[..., Any], around: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return original(*args, **kwargs)
+
+    return forward
 
 
 def _checkpointed(original: Callable[..., Any]) -> Callable[..., Any]:
