@@ -21,6 +21,7 @@ class LaneState(enum.Enum):
 
     LIVE = "live"
     DONE = "backward was called"
+    FAILED = "its backward failed"
     SKIPPED = "skipped"
     CLOSED = "closed"
 

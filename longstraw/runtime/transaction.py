@@ -323,8 +323,10 @@ class Transaction:
         try:
             with self._phase.backward():
                 failure = self._captured.backward_lane(lane.forward, lane.take_packed(), upstream)
-        finally:
-            lane.close(LaneState.DONE)
+        except BaseException:
+            lane.close(LaneState.FAILED)
+            raise
+        lane.close(LaneState.DONE)
         self.report.add_traffic("backward", lane.forward.traffic)
         self._lane = None
         if failure is not None:

@@ -171,7 +171,7 @@ def test_a_backward_that_failed_and_was_caught(then: str) -> None:
 
     runtime = Runtime(model, SMALL)
     handle = model.model.layers[0].mlp.register_full_backward_hook(fail)
-    with pytest.raises(TransactionStateError, match="its backward failed"), runtime.transaction(GROUP.prompt) as txn:
+    with pytest.raises(TransactionStateError, match="backward failed"), runtime.transaction(GROUP.prompt) as txn:
         for lane in txn.replay(GROUP.responses):
             with pytest.raises(ValueError, match="own"):
                 lane.backward(lane_loss(GROUP, lane))
