@@ -33,6 +33,11 @@ class StagingPool:
         self.bytes = 0
         self.peak = 0
 
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the slots that were handed out and not given back."""
+        return self.bytes - sum(slot.buffer.numel() for slot in self._free)
+
     def acquire(self, nbytes: int, new_bytes: int | None = None) -> Slot:
         """A slot of `nbytes` or more. A new one gets `new_bytes`, the largest that its user will ask for
         again."""

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from longstraw.collectives import Tally
 from longstraw.config import Config
-from longstraw.errors import StaleWeightsError, TransactionStateError
+from longstraw.errors import CapacityError, StaleWeightsError, TransactionStateError
 from longstraw.pagers.staging import StagingPool
 from longstraw.resident.store import PageStore
 from longstraw.runtime.adapter import ModelAdapter, ModelProfile
 from longstraw.runtime.empty import run_empty_pass
 from longstraw.runtime.ledger import GradientLedger, GradientSums
 from longstraw.runtime.lockstep import Kind, Lockstep
-from longstraw.runtime.memory import free_device_bytes
+from longstraw.runtime.memory import free_device_bytes, is_out_of_memory
 from longstraw.runtime.modes import refuse_inference_mode
 from longstraw.runtime.narrowing import Narrowing
 from longstraw.runtime.peak import DevicePeak
@@ -236,10 +236,21 @@ class Engine:
                 )
             phase = self.lockstep.phase(Kind.PROBE, 1)
             with phase.forward():
-                profile = self.adapter.profile()
+                profile = self._profile()
             phase.finish()
             return profile
-        return self.adapter.profile()
+        return self._profile()
+
+    def _profile(self) -> ModelProfile:
+        try:
+            return self.adapter.profile()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                "out of memory in the short first run that shows what the model's layers keep. Free device memory, or "
+                f"lower the budget of the device tier. {error}"
+            ) from error
 
     def lane_size(self, profile: ModelProfile, lengths: Sequence[int], free: int) -> GraphSize:
         """Lane width and checkpointing for branches of these lengths."""

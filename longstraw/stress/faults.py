@@ -16,12 +16,14 @@ from unittest.mock import patch
 
 import torch
 
+from longstraw.errors import CapacityError, PageLostError
+
 Call = Callable[[int, list[Any], int], int]
 _SECTOR = 4096
 
 
 class Fault(Enum):
-    """What goes wrong. The first four are to be survived without an error."""
+    """What goes wrong. `ENDS` says what each may end a step with."""
 
     SHORT_READ = "short read"
     SHORT_WRITE = "short write"
@@ -37,6 +39,21 @@ class Fault(Enum):
 
 class UserError(Exception):
     """Stands for whatever a user's loss function may raise."""
+
+
+ENDS: dict[Fault, tuple[type[Exception], ...]] = {
+    Fault.SHORT_READ: (),
+    Fault.SHORT_WRITE: (),
+    Fault.SLOW_DISK: (),
+    Fault.OUT_OF_MEMORY_WIDE: (),
+    Fault.READ_ERROR: (PageLostError,),
+    Fault.WRITE_ERROR: (PageLostError,),
+    Fault.DISK_FULL: (PageLostError, CapacityError),
+    Fault.FLIPPED_BYTE: (PageLostError,),
+    Fault.OUT_OF_MEMORY: (CapacityError,),
+    Fault.USER_ERROR: (UserError,),
+}
+"""The errors that a step with this fault may end with. Those with none are to be survived."""
 
 
 @dataclass(kw_only=True)

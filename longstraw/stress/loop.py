@@ -18,22 +18,23 @@ from longstraw.api import Runtime
 from longstraw.errors import CapacityError, PageLostError, RankFailedError
 from longstraw.pagers.nvme import NvmePager
 from longstraw.pagers.run_directory import leftovers
+from longstraw.stress.checks import restore, still_held, touched
 from longstraw.stress.faults import Armed, Fault, UserError, put_in
+from longstraw.stress.notes import WARM_ERAS, WARM_STEPS, make_notes
 from longstraw.stress.options import StressOptions
+from longstraw.stress.outcome import Outcome, judge, names
 from longstraw.stress.ranks import Together
 from longstraw.stress.reference import make_reference
 from longstraw.stress.result import StressResult
 from longstraw.stress.workload import Group, build_model, largest_group, make_groups, make_settings
-from longstraw.verify import clone_gradients, compare_gradients, default_tolerance, plain_gradients
+from longstraw.verify import GradientDifference, clone_gradients, compare_gradients, default_tolerance, plain_gradients
 
 STEPS_OF_AN_ERA = 12
 """Steps that one runtime lives for."""
-CLEAR = (CapacityError, PageLostError, RankFailedError, torch.OutOfMemoryError, UserError)
-"""What a fault may end a step with. Anything else is a finding."""
-_WARM_STEPS = 20
+CLEAR = (CapacityError, PageLostError, RankFailedError, UserError)
+"""What a fault may end a step with; which fault with which is judged later. Anything else is a finding."""
 _GROWTH = 256 << 20
 """Bytes that the process may grow by after it is warm: the allocator's and torch's own caches."""
-_WARM_ERAS = 2
 _DEVICE_GROWTH = 64 << 20
 """The same of CUDA memory between runtimes: workspaces that libraries keep."""
 
@@ -80,7 +81,7 @@ class _Run:
                         break
                     self._step(runtime, step)
                     step += 1
-                    warm = process.memory_info().rss if step == _WARM_STEPS else warm
+                    warm = process.memory_info().rss if step == WARM_STEPS else warm
                     self.result.seconds = time.monotonic() - began
                     self.watch(self.result)
             era += 1
@@ -91,10 +92,9 @@ class _Run:
                 break
         self._check_growth(warm, process.memory_info().rss)
         self._check_scratch()
-        if self.result.steps == 0 and not self.result.problems:
-            self.result.problems.append(
-                "no step ended well in the time that there was: give it more, or shorter prompts"
-            )
+        if not self.result.problems:
+            self._check_enough()
+        self.result.notes = make_notes(self.result, self.options, steps=step, eras=era, cuda=self.device.type == "cuda")
         self.result.seconds = time.monotonic() - began
         return self.result
 
@@ -121,6 +121,8 @@ class _Run:
     @contextmanager
     def _era(self, settings: Mapping[str, Any]) -> Iterator[Runtime]:
         with Runtime(self.model, settings) as runtime:
+            # The model's first short run has nowhere narrower to go: faults are for what comes after it.
+            runtime._engine.adapter.profile()
             for pager in runtime._engine.store.pagers:
                 self.result.budgets[pager.name] = max(pager.budget, self.result.budgets.get(pager.name, 0))
             yield runtime
@@ -137,33 +139,60 @@ class _Run:
         everyone = [make_groups(self.options, step, rank, most_prompt=most) for rank in range(self.together.world)]
         groups = everyone[self.together.rank]
         entry = self._entry(step)
+        armed = None
         if self.mine.random() < self.options.fault_rate:
             fault = self.mine.choice(list(Fault))
             # A response alone, and a 32nd of a prompt, have somewhere to go.
             narrow = max(self.options.response_tokens, self.options.prompt_tokens // 32)
             with put_in(fault, self.inner, self.mine, narrow) as armed:
                 error = self._attempt(runtime, groups, armed)
+            self.result.drawn[fault.value] += 1
             self.result.faults[fault.value] += bool(armed.happened)
         else:
             error = self._attempt(runtime, groups, None)
-            armed = None
-        errors = self.together.gather(None if error is None else type(error).__name__)
-        if any(errors):
-            self._after_failure(runtime, entry, error, errors, armed)
-            error = self._attempt(runtime, groups, None)
-            errors = self.together.gather(None if error is None else type(error).__name__)
-            if any(name == "CapacityError" for name in errors):
-                self.result.refused += 1
-                self._check_undone(runtime, entry, "after a group that does not fit")
-                return
-            if any(errors):
-                self.result.problems.append(f"step {step} failed without a fault: {error!r}; all ranks: {errors}")
-                return
+        first = self.together.gather(Outcome.of(error, armed))
+        failed = any(names(first))
+        if failed and not self._ends_well_again(runtime, groups, entry, step, error, armed, first):
+            return
         self.result.steps += 1
         self._check_idle(runtime, "after a step")
-        if compared:
+        # Every rank knows all prompts and all outcomes: all of them come to the same decision.
+        flipped = not failed and any(outcome.flipped for outcome in first)
+        longest = max(len(group.prompt) for given in everyone for group in given)
+        if compared or (flipped and self.options.parity_rate > 0 and longest <= self.options.parity_tokens):
             self._compare(everyone, entry, step)
+        elif flipped:
+            self._compare_repeat(runtime, groups, entry, step)
         self._update()
+
+    def _ends_well_again(
+        self,
+        runtime: Runtime,
+        groups: list[Group],
+        entry: Mapping[str, Tensor | None],
+        step: int,
+        error: BaseException | None,
+        armed: Armed | None,
+        first: list[Outcome],
+    ) -> bool:
+        """Run a step that failed again without a fault, and judge how it failed."""
+        if error is not None:
+            self.result.failed_cleanly[type(error).__name__] += 1
+            self._check_undone(runtime, entry, f"after {type(error).__name__}")
+        repeated = self._attempt(runtime, groups, None)
+        again = self.together.gather(Outcome.of(repeated, None))
+        wrong = judge(error, armed, first, again)
+        if wrong is not None:
+            self.result.problems.append(f"step {step}: {wrong}")
+        if not any(names(again)):
+            return True
+        refused = any(outcome.refused for outcome in again)
+        if refused and isinstance(repeated, CapacityError | RankFailedError):
+            self.result.refused += 1
+            self._check_undone(runtime, entry, "after a group that does not fit")
+        else:
+            self.result.problems.append(f"step {step} failed without a fault: {repeated!r}; all ranks: {names(again)}")
+        return False
 
     def _entry(self, step: int) -> dict[str, Tensor | None]:
         """Gradients that are there before the step, as after an earlier backward: the same on every rank, or none."""
@@ -193,41 +222,13 @@ class _Run:
             self.result.add(report, budgets)
         return None
 
-    def _after_failure(
-        self,
-        runtime: Runtime,
-        entry: Mapping[str, Tensor | None],
-        error: BaseException | None,
-        errors: list[str | None],
-        armed: Armed | None,
-    ) -> None:
-        if error is None:
-            self.result.problems.append(f"this rank's step ended well and others' did not: {errors}")
-            return
-        caused = armed is not None and armed.happened
-        if not caused and not isinstance(error, RankFailedError | CapacityError):
-            self.result.problems.append(f"a step failed without a fault: {error!r}")
-        self.result.failed_cleanly[type(error).__name__] += 1
-        self._check_undone(runtime, entry, f"after {type(error).__name__}")
-
     # Checks
 
     def _check_idle(self, runtime: Runtime, when: str) -> None:
-        store = runtime._engine.store
-        if store.pages_in_use():
-            self.result.problems.append(f"{when}: {store.pages_in_use()} pages are still reserved")
-        for pager in store.pagers:
-            if pager.used:
-                self.result.problems.append(f"{when}: {pager.used} bytes of tier {pager.name} are still used")
+        self.result.problems += still_held(runtime, when)
 
     def _check_undone(self, runtime: Runtime, entry: Mapping[str, Tensor | None], when: str) -> None:
-        self._check_idle(runtime, when)
-        for name, parameter in self.inner.named_parameters():
-            before = entry[name]
-            same = parameter.grad is None if before is None else _equal(parameter.grad, before)
-            if not same:
-                self.result.problems.append(f"{when}: the gradient of {name} is not what it was before the step")
-                return
+        self.result.problems += still_held(runtime, when) + touched(self.inner, entry, when)
 
     def _compare(self, everyone: list[list[Group]], entry: Mapping[str, Tensor | None], step: int) -> None:
         """Against plain autograd on the groups of every rank, averaged over ranks, on top of what was there before."""
@@ -242,14 +243,57 @@ class _Run:
             mean = gradient / self.together.world
             before = entry[name]
             expected[name] = mean if before is None else mean + before
-        worst = compare_gradients(clone_gradients(self.inner), expected)[0]
+        worst = self._worst(clone_gradients(self.inner), expected, f"step {step}")
         self.result.compared += 1
         if worst.relative >= self.result.worst_error:
             self.result.worst_error, self.result.worst_parameter = worst.relative, worst.name
+
+    def _compare_repeat(
+        self, runtime: Runtime, groups: list[Group], entry: Mapping[str, Tensor | None], step: int
+    ) -> None:
+        """A step with a flipped byte that plain autograd cannot judge: against the same step without the fault."""
+        flipped = clone_gradients(self.inner)
+        restore(self.inner, entry)
+        error = self._attempt(runtime, groups, None)
+        outcomes = self.together.gather(Outcome.of(error, None))
+        if any(names(outcomes)):
+            self.result.problems.append(
+                f"step {step} ended well with a flipped byte, and without it failed: {error!r}; all ranks: "
+                f"{names(outcomes)}"
+            )
+            return
+        self._check_idle(runtime, "after a repeat")
+        self.result.repeated += 1
+        self._worst(flipped, clone_gradients(self.inner), f"step {step}, in which a byte was flipped unseen")
+
+    def _worst(
+        self, ours: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], where: str
+    ) -> GradientDifference:
+        """The largest difference; a problem if it is more than may be."""
+        worst = compare_gradients(ours, expected)[0]
         if not worst.relative <= self.result.tolerance:
             self.result.problems.append(
-                f"step {step}: the gradient of {worst.name} is off by {worst.relative:.1e}, more than "
+                f"{where}: the gradient of {worst.name} is off by {worst.relative:.1e}, more than "
                 f"{self.result.tolerance:.0e} {worst.note}"
+            )
+        return worst
+
+    def _check_enough(self) -> None:
+        """A run that did next to nothing has not passed."""
+        steps, refused = self.result.steps, self.result.refused
+        if refused > steps:
+            given = (
+                "raise --budgets"
+                if self.options.budgets
+                else "set --budgets to more than was cut for the largest group"
+            )
+            self.result.problems.append(
+                f"{refused} steps did not fit the budgets, and {steps} ended well: {given}, or use shorter prompts or "
+                "fewer layers, so that most steps fit"
+            )
+        elif steps == 0:
+            self.result.problems.append(
+                "no step ended well in the time that there was: give it more, or shorter prompts"
             )
 
     def _check_growth(self, warm: int, end: int) -> None:
@@ -262,7 +306,7 @@ class _Run:
         self.inner.zero_grad(set_to_none=True)
         gc.collect()
         held = held_device_bytes(self.device)
-        warm = held if eras <= _WARM_ERAS else self.result.device_bytes[0]
+        warm = held if eras <= WARM_ERAS else self.result.device_bytes[0]
         self.result.device_bytes = (warm, held)
         if held - warm > _DEVICE_GROWTH:
             self.result.problems.append(f"{held} bytes of CUDA memory are held between runtimes, once it was {warm}")
@@ -284,10 +328,6 @@ class _Run:
 def held_device_bytes(device: torch.device) -> int:
     """Bytes of tensors that are alive on a CUDA device; 0 on a CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _equal(gradient: Tensor | None, before: Tensor) -> bool:
-    return gradient is not None and torch.equal(gradient, before)
 
 
 def _replay(txn: Any, group: Group, armed: Armed | None, old: list[Tensor] | None = None) -> None:

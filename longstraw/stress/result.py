@@ -20,11 +20,13 @@ class StressResult:
         refused: steps whose largest group did not fit the budgets and was told so.
         read, written: bytes between tiers and compute.
         disk_written: bytes that the nvme tier gave its disk, the wear.
-        faults: how often each kind was put in and happened.
+        drawn, faults: steps that each kind of fault was put into, and those of them in which it happened.
         failed_cleanly: steps that a fault ended with a clear error; each was run again and then ended well.
         retries: lanes that ran out of memory and were run narrower.
         compared: steps whose gradients were compared with plain autograd.
-        worst_error, worst_parameter, tolerance: of those.
+        repeated: steps with a flipped byte that ended well and whose gradients were compared with those of their repeat
+            without it: prompts too long for plain autograd, or a run that does not ask for it.
+        worst_error, worst_parameter, tolerance: of those compared with plain autograd.
         stall_seconds: compute waited for pages.
         budgets, peaks: the largest budget of each tier, and the most that one transaction reserved of it.
         fullest: the largest share of its budget that one transaction reserved of each tier.
@@ -32,6 +34,7 @@ class StressResult:
         resident_bytes: of the process, when it was warm and at the end.
         device_bytes: of CUDA memory between runtimes, when it was warm and at the end; (0, 0) on a CPU.
         problems: what must not be; empty in a run that passed.
+        notes: what the verdict says nothing about, because it did not happen in this run.
     """
 
     rank: int = 0
@@ -42,10 +45,12 @@ class StressResult:
     read: Counter[str] = field(default_factory=Counter)
     written: Counter[str] = field(default_factory=Counter)
     disk_written: int = 0
+    drawn: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     failed_cleanly: Counter[str] = field(default_factory=Counter)
     retries: int = 0
     compared: int = 0
+    repeated: int = 0
     worst_error: float = 0.0
     worst_parameter: str = ""
     tolerance: float = 0.0
@@ -57,6 +62,7 @@ class StressResult:
     peaks: Counter[str] = field(default_factory=Counter)
     fullest: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:

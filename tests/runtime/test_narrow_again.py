@@ -223,3 +223,11 @@ def test_checkpointing_is_advised_where_it_would_help(checkpoint: bool) -> None:
             replay_group(txn, GROUP)
     assert "checkpoint" not in str(scoring.value)
     assert ("replay.checkpoint: true" in str(replaying.value)) is not checkpoint
+
+
+def test_no_memory_for_the_first_short_run() -> None:
+    bench = Bench()
+    with out_of_memory_in_forward(bench.model, Fuse(above=17)):
+        with pytest.raises(CapacityError, match="short first run"):
+            Runtime(bench.model, settings()).transaction(GROUP.prompt)
+    bench.assert_succeeds()
