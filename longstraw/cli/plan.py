@@ -124,6 +124,11 @@ def _notes(plan: Plan, lora: int | None) -> list[str]:
                 f"{approximate_bytes(used)}: the budget is taken at its word; another machine is given with --rates"
             )
     notes += _rank_notes(plan)
+    if "count" in plan.phases:
+        notes.append(
+            "count: the routers' auxiliary loss asks how all responses are routed before the first backward; a step "
+            "that scores them first makes no such pass"
+        )
     kinds = {work.kind for work in plan.blueprint.work} - {"attention"}
     if "fused recurrent" in kinds:
         notes.append(

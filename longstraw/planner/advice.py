@@ -37,6 +37,9 @@ def _candidates(plan: Plan, with_lora: Callable[[int], Blueprint] | None) -> Ite
     if config.capture.chunk_tokens != "auto" and config.replay.checkpoint is False:
         both = _retry(plan, capture={"chunk_tokens": "auto"}, replay={"checkpoint": "auto", "lane_tokens": "auto"})
         yield "capture.chunk_tokens, replay.lane_tokens and replay.checkpoint: auto", both
+    if plan.memory.total > plan.room:
+        yield from _checkpointed(plan)
+        yield from _smaller_device_tier(plan)
     yield from _larger_tiers(plan)
     if config.gradient.accumulate == "float32":
         text = "gradient.accumulate: model (sums lose bits in a narrow type)"
@@ -54,6 +57,34 @@ def _candidates(plan: Plan, with_lora: Callable[[int], Blueprint] | None) -> Ite
     fewer = _longest(plan, "response", 128)
     if fewer is not None:
         yield f"--response {fewer.workload.response} (the longest that fits)", fewer
+
+
+def _checkpointed(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """All graphs checkpointed, in the widest lanes that fit then: as they are, or half as wide, down to one branch."""
+    if plan.config.replay.checkpoint is True:
+        return
+    alone = _retry(plan, replay={"checkpoint": True})
+    yield "replay.checkpoint: true", alone
+    width, branch = plan.widest_lane, plan.widest_lane // -(-plan.workload.group // plan.lanes)
+    found = alone
+    while found.problem is not None and width > branch:
+        width = max(width // 2, branch)
+        found = _retry(plan, replay={"checkpoint": True, "lane_tokens": width})
+        yield f"replay.checkpoint: true and replay.lane_tokens: {width}", found
+
+
+def _smaller_device_tier(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Fewer pages beside the graphs, as many as fit; the slower tiers take the rest."""
+    tiers: list[dict[str, Any]] = plan.config.model_dump()["tiers"]
+    if len(tiers) == 1 or tiers[0]["kind"] != "device":
+        return
+
+    def smaller(gib: int) -> Plan:
+        return _retry(plan, tiers=[tiers[0] | {"budget": gib * _GIB}, *tiers[1:]])
+
+    budget, found = _most(plan.tiers["device"]["used"] // _GIB, smaller)
+    if found is not None:
+        yield f"tiers[0].budget: {budget}GiB of device memory (slower tiers take the rest)", found
 
 
 def _other_shardings(plan: Plan) -> Iterator[tuple[str, Plan]]:
@@ -108,14 +139,22 @@ def _plan(plan: Plan, blueprint: Blueprint, workload: Workload, config: Config, 
 
 def _longest(plan: Plan, what: str, step: int) -> Plan | None:
     """The plan with the largest multiple of `step` tokens that fits, below what was asked for."""
-    low, high = 0, (getattr(plan.workload, what) - 1) // step
-    best = None
+
+    def shorter(steps: int) -> Plan:
+        workload: Workload = replace(plan.workload, **{what: steps * step})
+        return _plan(plan, plan.blueprint, workload, plan.config, plan.sharding)
+
+    return _most((getattr(plan.workload, what) - 1) // step, shorter, least=1)[1]
+
+
+def _most(high: int, candidate: Callable[[int], Plan], *, least: int = 0) -> tuple[int, Plan | None]:
+    """The largest number from `least` to `high` whose plan fits, and that plan; None if none does."""
+    low, best = least - 1, None
     while low < high:
         middle = (low + high + 1) // 2
-        workload: Workload = replace(plan.workload, **{what: middle * step})
-        candidate = _plan(plan, plan.blueprint, workload, plan.config, plan.sharding)
-        if candidate.problem is None:
-            low, best = middle, candidate
+        found = candidate(middle)
+        if found.problem is None:
+            low, best = middle, found
         else:
             high = middle - 1
-    return best
+    return low, best

@@ -15,11 +15,20 @@ from longstraw.planner.pages import DEVICE, CountingPager, Traffic, budgets, pro
 from longstraw.planner.seconds import Costs, PhaseCost
 from longstraw.planner.sharding import RankTraffic, Sent, ShardingChoice, rank_memory
 from longstraw.resident.placement import format_bytes
+from longstraw.runtime.beside_pages import device_page_bytes, size_beside_pages
 from longstraw.runtime.passes import ForwardPass, Purpose
 from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.reservations import Wish, placed_specs, wishes
 from longstraw.runtime.routers import RouterTally
-from longstraw.runtime.sizing import GraphSize, hiding_tokens, plan_chunks, plan_lanes, size_chunk, size_lane
+from longstraw.runtime.sizing import (
+    GraphSize,
+    hiding_tokens,
+    keep_outputs,
+    plan_chunks,
+    plan_lanes,
+    size_chunk,
+    size_lane,
+)
 
 _LONGEST, _LARGEST = 1 << 27, 1 << 16
 """Tokens of a row and responses of a group up to which a plan takes seconds or minutes: it counts chunk by chunk."""
@@ -53,14 +62,15 @@ class Plan:
     Attributes:
         lane, chunk: tokens and checkpointing of lanes and chunks.
         lanes, chunks: how many there are, as even as they come.
-        widest_lane, longest_chunk: their tokens.
+        widest_lane, longest_chunk: their tokens that run: with the routers' auxiliary loss one more a response.
         kept_output_layers: layers whose attention outputs are kept; of `outputs_possible`.
         memory: of the device.
         pages: bytes of prompt state, of its gradient, and of kept attention outputs.
         tiers: by name: kind, budget and bytes used.
         sharding: what holds the model, on how many ranks; all figures are one rank's.
-        phases: capture, replay, backward, sweep, and finalize where ranks reduce; empty for a plan that does not fit,
-            or was not asked to count.
+        phases: capture, replay, backward, sweep, and finalize where ranks reduce; count, where the routers' auxiliary
+            loss asks how all lanes are routed before the first backward. Empty for a plan that does not fit, or was
+            not asked to count.
         problem: why it cannot run, or None.
     """
 
@@ -87,6 +97,11 @@ class Plan:
     def seconds(self) -> float:
         """Of all phases."""
         return sum(phase.seconds for phase in self.phases.values())
+
+    @property
+    def room(self) -> int:
+        """Bytes of the device that a step may take."""
+        return self.machine.device_bytes - self.machine.context_bytes
 
     @property
     def pin_seconds(self) -> float:
@@ -133,13 +148,38 @@ def make_plan(
         timed: whether to count operations and traffic as well.
     """
     profile, rows = blueprint.profile, workload.prompt - 1
-    lengths = [workload.response] * workload.group
+    # The auxiliary loss wants a response's last token too, which predicts nothing.
+    lengths = [workload.response + _routed(blueprint)] * workload.group
     exact = config.gradient.prompt == "exact"
     sharding = sharding or ShardingChoice()
     sharding.check(config)
     rank = rank_memory(blueprint, config, sharding)
     free = max(machine.device_bytes - machine.context_bytes - rank.weights - rank.gradients, 0)
     hidden_from = hiding_tokens(sharding.link_bytes_a_parameter(blueprint))
+    pagers = budgets(config, machine)
+
+    def chunk_size(free: int) -> GraphSize:
+        return size_chunk(
+            profile,
+            rows,
+            free=free,
+            device=DEVICE,
+            chunk_tokens=config.capture.chunk_tokens,
+            checkpoint=config.replay.checkpoint,
+            hidden_from=hidden_from,
+        )
+
+    def held(chunks: Sequence[tuple[int, int]]) -> int:
+        return device_page_bytes(
+            pagers,
+            profile.layers,
+            chunks,
+            exact=exact,
+            wide=config.gradient.accumulate == "float32",
+            keep_outputs=keep_outputs(config.capture.keep_attention, rows, DEVICE),
+        )
+
+    chunk, free = size_beside_pages(chunk_size, free, held, rows)
     lane = size_lane(
         profile,
         lengths,
@@ -150,18 +190,8 @@ def make_plan(
         logit_block_tokens=config.replay.logit_block_tokens,
         hidden_from=hidden_from,
     )
-    chunk = size_chunk(
-        profile,
-        rows,
-        free=free,
-        device=DEVICE,
-        chunk_tokens=config.capture.chunk_tokens,
-        checkpoint=config.replay.checkpoint,
-        hidden_from=hidden_from,
-    )
     lanes = [[lengths[i] for i in indices] for indices in plan_lanes(lengths, lane.tokens)]
     chunks = plan_chunks(rows, chunk.tokens)
-    pagers = budgets(config, machine)
     problem = None
     try:
         state = prompt_state(pagers, profile, chunks, config)
@@ -181,12 +211,6 @@ def make_plan(
         rows=rows,
         device_pages=sum(pager.used for pager in pagers if pager.kind == "device"),
     )
-    room = machine.device_bytes - machine.context_bytes
-    if memory.total > room and problem is None:
-        problem = (
-            f"the device cannot hold the step: {format_bytes(memory.total)} needed, {format_bytes(room)} of "
-            f"{machine.name} usable"
-        )
     plan = Plan(
         workload=workload,
         blueprint=blueprint,
@@ -206,9 +230,19 @@ def make_plan(
         tiers={pager.name: {"kind": pager.kind, "budget": pager.budget, "used": pager.used} for pager in pagers},
         problem=problem,
     )
-    if timed and problem is None:
+    if memory.total > plan.room and problem is None:
+        plan.problem = (
+            f"the device cannot hold the step: {format_bytes(memory.total)} needed, {format_bytes(plan.room)} of "
+            f"{machine.name} usable"
+        )
+    if timed and plan.problem is None:
         plan.phases = _phases(plan, state, lanes, chunks, exact)
     return plan
+
+
+def _routed(blueprint: Blueprint) -> bool:
+    """Whether the routers' auxiliary loss is asked for."""
+    return blueprint.profile.no_aux_loss is None
 
 
 def _boundless(pagers: Sequence[CountingPager]) -> list[CountingPager]:
@@ -241,10 +275,12 @@ def _phases(
     costs, machine = Costs(plan.blueprint, plan.machine, detached=not exact), plan.machine
     layers = plan.blueprint.profile.layers
     # Its routers read the last layer's attention, also of prompt tokens.
-    routed = plan.blueprint.profile.no_aux_loss is None
+    routed = _routed(plan.blueprint)
     last = [len(layers) - 1] if layers[-1].skips_unused_output and not routed else []
     known = [number for number, layer in enumerate(layers) if state.keeps_output(layer.index)]
-    phases = {name: PhaseCost() for name in ("capture", "replay", "backward", *(["sweep"] if exact else []))}
+    # Of one lane its own replay tells the routing.
+    counted = ["count"] if routed and len(lanes) > 1 else []
+    phases = {name: PhaseCost() for name in ("capture", *counted, "replay", "backward", *(["sweep"] if exact else []))}
     ranks = RankTraffic(plan.blueprint, plan.config, plan.sharding, machine)
 
     def add(phase: str, forward: ForwardPass, parts: Sequence[tuple[float, float]], *ways: bool) -> None:
@@ -264,6 +300,10 @@ def _phases(
         ]
         add("capture", forward, parts, False)
     rows = chunks[-1][1]
+    for lengths in lanes if counted else ():
+        forward = ForwardPass(Purpose.COUNT, lengths, state=state, prefix_rows=rows)
+        parts = [costs.linear(sum(lengths), backward=False), costs.mixing(lengths, rows, backward=False, skip=[])]
+        add("count", forward, parts, False)
     for lengths in lanes:
         tokens = sum(lengths)
         forward = ForwardPass(Purpose.REPLAY, lengths, state=state, prefix_rows=rows)

@@ -64,15 +64,18 @@ class CapturedPrompt:
         self._engine, self._owner, self._prompt, self._profile = engine, owner, prompt_P, profile
         self._row_tokens, self._exact, self._kind, self._report = row_tokens, exact, kind, report
         self._routers = routers
-        # Read once, before the first graph: lanes must be cut alike in scoring and in replay, or they would round
-        # differently. Out-of-memory retries correct it downwards.
-        self._free = engine.free_bytes()
         self._frequencies = engine.adapter.frequencies_key(row_tokens or len(prompt_P))
         self.narrowing, self.proven = engine.narrowing.copy(), Narrowing()
         self._shortened_in: str | None = None
         rows = len(prompt_P) - 1
         self._shortest = shortest_chunk(rows)
-        size = self.narrowing.chunk(engine.chunk_size(profile, rows, self._free), self._shortest)
+
+        def within(size: GraphSize) -> GraphSize:
+            return self.narrowing.chunk(size, self._shortest)
+
+        # Read once, before the first graph: lanes must be cut alike in scoring and in replay, or they would round
+        # differently. Out-of-memory retries correct it downwards.
+        size, self._free = engine.size_prompt(profile, rows, exact=exact, within=within)
         self._chunk_tokens, self._checkpoint = size.tokens, size.checkpoint
 
     # Capture and sweep, chunk by chunk

@@ -14,6 +14,7 @@ from longstraw.errors import CapacityError, StaleWeightsError, TransactionStateE
 from longstraw.pagers.staging import StagingPool
 from longstraw.resident.store import PageStore
 from longstraw.runtime.adapter import ModelAdapter, ModelProfile
+from longstraw.runtime.beside_pages import device_page_bytes, size_beside_pages
 from longstraw.runtime.empty import run_empty_pass
 from longstraw.runtime.ledger import GradientLedger, GradientSums
 from longstraw.runtime.lockstep import Kind, Lockstep
@@ -278,8 +279,31 @@ class Engine:
             hidden_from=hiding_tokens(self.sharding.link_bytes_a_parameter()),
         )
 
+    def size_prompt(
+        self, profile: ModelProfile, rows: int, *, exact: bool, within: Callable[[GraphSize], GraphSize]
+    ) -> tuple[GraphSize, int]:
+        """The size of a prompt's chunks, and the bytes that graphs can plan with beside its pages.
+
+        Read before the pages are reserved. `within`: what the size has to keep to.
+        """
+
+        def chunk_size(free: int) -> GraphSize:
+            return within(self.chunk_size(profile, rows, free))
+
+        def held(chunks: Sequence[tuple[int, int]]) -> int:
+            return device_page_bytes(
+                self.store.pagers,
+                profile.layers,
+                chunks,
+                exact=exact,
+                wide=self.config.gradient.accumulate == "float32",
+                keep_outputs=keep_outputs(self.config.capture.keep_attention, rows, self.device),
+            )
+
+        return size_beside_pages(chunk_size, self.free_bytes(), held, rows)
+
     def free_bytes(self) -> int:
-        """Bytes that live graphs of a transaction can plan with, as it begins."""
+        """Bytes that pages and live graphs of a transaction can plan with, as it begins."""
         # The sums of parameters' gradients are not there yet, and will stay beside every graph.
         return max(free_device_bytes(self.device) - self.sharding.gradient_bytes(), 0)
 

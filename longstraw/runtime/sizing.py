@@ -123,12 +123,14 @@ def size_lane(
 ) -> GraphSize:
     """Lane width for branches of these lengths: as wide as memory allows, without checkpointing if that is wide enough.
 
-    A branch that is longer than the width still gets a lane of its own. `hidden_from`: of `hiding_tokens`; weights that
-    cross the link are hidden, if need be by checkpointing.
+    A branch that is longer than the width still gets a lane of its own; it cannot be cut, so "auto" has it checkpointed
+    where it does not fit without. `hidden_from`: of `hiding_tokens`; weights that cross the link are hidden, if need be
+    by checkpointing.
     """
     wanted = min(sum(lengths), _WIDEST.get(device.type, _WIDE_ENOUGH)) if lane_tokens == "auto" else lane_tokens
     needed = min(max(wanted, max(lengths)), sum(lengths))
-    return _size(profile, wanted, needed, free, lane_tokens == "auto", checkpoint, logit_block_tokens, hidden_from)
+    enough = max(_WIDE_ENOUGH, hidden_from, max(lengths))
+    return _size(profile, wanted, needed, free, lane_tokens == "auto", checkpoint, logit_block_tokens, enough)
 
 
 def size_chunk(
@@ -146,7 +148,8 @@ def size_chunk(
     if chunk_tokens == "auto" and hidden_from > wanted:
         wanted = min(-(-hidden_from // 1_024) * 1_024, _WIDEST.get(device.type, wanted))
     wanted = max(min(wanted, rows), 1)
-    return _size(profile, wanted, wanted, free, chunk_tokens == "auto", checkpoint, 0, hidden_from)
+    enough = max(_WIDE_ENOUGH, hidden_from)
+    return _size(profile, wanted, wanted, free, chunk_tokens == "auto", checkpoint, 0, enough)
 
 
 def _size(
@@ -157,13 +160,15 @@ def _size(
     may_shrink: bool,
     checkpoint: bool | Literal["auto"],
     logit_block_tokens: int,
-    hidden_from: int,
+    enough: int,
 ) -> GraphSize:
+    """`enough`: tokens from which on wider is not worth checkpointing."""
+
     def fits(recompute: bool) -> int:
         return fitting_tokens(profile, free, recompute, logit_block_tokens)
 
     if checkpoint == "auto":
-        checkpoint = fits(False) < (min(needed, max(_WIDE_ENOUGH, hidden_from)) if may_shrink else needed)
+        checkpoint = fits(False) < (min(needed, enough) if may_shrink else needed)
     tokens = max(min(wanted, fits(checkpoint)), 1) if may_shrink else wanted
     return GraphSize(tokens=tokens, checkpoint=checkpoint)
 

@@ -101,6 +101,14 @@ def test_little_memory_checkpoints_and_narrows() -> None:
     assert 0 < size.tokens < 600
 
 
+def test_a_branch_that_cannot_be_cut_is_checkpointed_where_it_does_not_fit() -> None:
+    free = int(6_000 * (4000 + 50) / 0.6) + 12_000
+    assert 5_900 < fitting_tokens(PROFILE, free, False, 1) < 6_100
+    assert not lane([4_000] * 3, free).checkpoint
+    assert lane([8_000] * 3, free).checkpoint
+    assert not lane([8_000] * 3, free, checkpoint=False).checkpoint
+
+
 def test_no_memory_still_makes_a_lane() -> None:
     assert lane([5], 0).tokens == 1
 
