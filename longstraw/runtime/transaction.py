@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -24,12 +23,13 @@ from longstraw.runtime.passes import ForwardPass, Purpose
 from longstraw.runtime.repetition import Repetition
 from longstraw.runtime.report import DriftMeter, Report
 from longstraw.runtime.router_loss import GroupLoss, RouterLoss
-from longstraw.runtime.transaction_state import MOVES, TransactionState
+from longstraw.runtime.transaction_state import Lifecycle, TransactionState
 
 if TYPE_CHECKING:
     from longstraw.runtime.engine import Engine
 
 _NUMBERS = itertools.count()
+_LEFT_FROM = (TransactionState.CAPTURED, TransactionState.REPLAYING, TransactionState.SWEPT)
 
 
 class Transaction:
@@ -58,7 +58,7 @@ class Transaction:
             raise ValueError(f"row_tokens={row_tokens} is shorter than the prompt's {len(self._prompt)} tokens")
         self._row_tokens = row_tokens
         self._owner = f"transaction-{next(_NUMBERS)}"
-        self.state = TransactionState.OPEN
+        self._life = Lifecycle()
         self.report = Report()
         self._reset()
 
@@ -68,17 +68,20 @@ class Transaction:
         self._aux_value: Tensor | None = None
         self._proven = Narrowing()
         self._lane: Lane | None = None
-        self._broken: str | None = None
         self._unasked = 0
         self._phase: Phase | None = None
+
+    @property
+    def state(self) -> TransactionState:
+        return self._life.state
 
     # The user's calls
 
     def __enter__(self) -> Self:
         if self.state is TransactionState.FAILED:
-            self._move(TransactionState.OPEN)
+            self._life.move(TransactionState.OPEN)
             self._reset()
-        self._require("entering the transaction", TransactionState.OPEN)
+        self._life.require("entering the transaction", TransactionState.OPEN)
         self.report = Report(gradient="exact" if self._exact else "detached", prompt_tokens=len(self._prompt))
         self._engine.begin_report(self.report)
         self._engine.enter()
@@ -99,6 +102,7 @@ class Transaction:
         try:
             self._settle_lane()
             self._require_asked("leaving the transaction")
+            self._life.require("leaving the transaction", *_LEFT_FROM)
             self._end_phase()
             if self.state is TransactionState.REPLAYING:
                 self.sweep()
@@ -128,7 +132,7 @@ class Transaction:
             TransactionStateError: outside CAPTURED and REPLAYING.
             StaleWeightsError: the weights are not those of the capture.
         """
-        self._require("score", TransactionState.CAPTURED, TransactionState.REPLAYING)
+        self._life.require("score", TransactionState.CAPTURED, TransactionState.REPLAYING)
         self._settle_lane()
         self._end_phase()
         self._check_weights("score")
@@ -150,7 +154,7 @@ class Transaction:
             StaleWeightsError: the weights are not those of the capture.
             CapacityError: a lane of a single branch runs out of memory.
         """
-        self._require("replay", TransactionState.CAPTURED, TransactionState.REPLAYING)
+        self._life.require("replay", TransactionState.CAPTURED, TransactionState.REPLAYING)
         self._settle_lane()
         self._end_phase()
         self._check_weights("replay")
@@ -164,19 +168,19 @@ class Transaction:
 
         In detached mode, and where no trained parameter is behind the prompt's state, there is nothing to send.
         """
-        self._require("sweep", TransactionState.REPLAYING)
+        self._life.require("sweep", TransactionState.REPLAYING)
         self._settle_lane()
         self._require_asked("sweep")
         self._end_phase()
         self._check_weights("sweep")
-        with self.report.phase("sweep", self._engine.device), self._whole_or_broken("sweep"):
+        with self.report.phase("sweep", self._engine.device), self._life.whole_or_broken("sweep"):
             while self._captured.needs_sweep:
                 failure = self._captured.sweep()
                 if failure is None:
                     break
                 self._captured.capture_shorter(failure)
                 self._repetition.run(failure)
-        self._move(TransactionState.SWEPT)
+        self._life.move(TransactionState.SWEPT)
 
     # Capture
 
@@ -200,14 +204,14 @@ class Transaction:
         self._proven = self._captured.proven
         self._repetition = Repetition(self._captured, self._ledger, self.report)
         self._captured.capture()
-        self._move(TransactionState.CAPTURED)
+        self._life.move(TransactionState.CAPTURED)
 
     # Replay
 
     def _lanes(self, branches: list[Tensor]) -> Iterator[Lane]:
         size = self._captured.lane_size(branches)
         pending = deque(self._captured.plan_lanes(branches, size))
-        self._move(TransactionState.REPLAYING)
+        self._life.move(TransactionState.REPLAYING)
         self._unasked -= 1
         group = None if self._routers is None else self._routers.group(branches)
         if len(pending) > 1:
@@ -255,7 +259,7 @@ class Transaction:
     def _open_lane(
         self, indices: tuple[int, ...], branches: list[Tensor], group: GroupLoss | None, checkpoint: bool
     ) -> Lane:
-        self._require("replay", TransactionState.REPLAYING)
+        self._life.require("replay", TransactionState.REPLAYING)
         self._check_weights("replay")
         chosen = [branches[i] for i in indices]
         lengths = [len(branch) for branch in chosen]
@@ -293,7 +297,7 @@ class Transaction:
     def _backward(
         self, lane: Lane, loss: Tensor, branches: list[Tensor], group: GroupLoss | None, checkpoint: bool
     ) -> None:
-        self._require("lane.backward", TransactionState.REPLAYING)
+        self._life.require("lane.backward", TransactionState.REPLAYING)
         self._check_weights("lane.backward")
         sharding = self._engine.sharding
         self._engine.begin_ledger(self._ledger)
@@ -306,7 +310,7 @@ class Transaction:
             self._repetition.possible = False
         with self.report.phase("backward", self._engine.device):
             upstream = lane.upstream(sharding.scale_loss(loss))
-            with self._whole_or_broken("lane.backward"):
+            with self._life.whole_or_broken("lane.backward"):
                 self._send(lane, upstream, branches, group, checkpoint)
 
     def _send(
@@ -349,7 +353,7 @@ class Transaction:
             self.report.drift_mean, self.report.drift_max = drift
         if self._aux_value is not None:
             self.report.aux_loss = float(self._aux_value)
-        self._move(TransactionState.CLOSED)
+        self._life.move(TransactionState.CLOSED)
 
     def _fail(self, error: BaseException) -> None:
         if self._lane is not None:
@@ -359,7 +363,7 @@ class Transaction:
         self._engine.release(self._owner)
         self._engine.narrowing.ended(self._proven, ran_out=True)
         self._phase = None
-        self._move(TransactionState.FAILED)
+        self._life.move(TransactionState.FAILED)
         self._engine.leave(error)
 
     # Shared
@@ -402,27 +406,3 @@ class Transaction:
             with self._phase.backward(), self._engine.empty_ledger(), self._engine.adapter.active(forward):
                 self._engine.sharding.backward(packed, torch.zeros_like(packed))
             # Zeros on gradient pages are no gradient: the next lane overwrites them, and without one nothing is swept.
-
-    @contextmanager
-    def _whole_or_broken(self, call: str) -> Iterator[None]:
-        """What fails within has added part of its gradient, or lost what was there: the transaction can only fail,
-        also if the error is caught and the block goes on."""
-        try:
-            yield
-        except BaseException as error:
-            self._broken = f"{call} failed ({type(error).__name__}: {error}) and left part of its gradient"
-            raise
-
-    def _require(self, call: str, *states: TransactionState) -> None:
-        if self._broken is not None:
-            raise TransactionStateError(
-                f"{call}: {self._broken}; leave the transaction with that error, and enter it again"
-            )
-        if self.state not in states:
-            allowed = " or ".join(state.value for state in states)
-            raise TransactionStateError(f"{call}: the transaction is {self.state.value}; it must be {allowed}")
-
-    def _move(self, to: TransactionState) -> None:
-        if to not in MOVES[self.state]:
-            raise TransactionStateError(f"a transaction cannot go from {self.state.value} to {to.value}")
-        self.state = to

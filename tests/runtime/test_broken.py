@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from longstraw.errors import CapacityError, LongstrawError, TransactionStateError
+from longstraw.runtime.transaction_state import TransactionState
 from tests.parity.models import lane_loss, replay_group, settings
 from tests.runtime.bench import GROUP, Bench, Mistake
 from tests.runtime.faults import Fuse, out_of_memory_in_backward
@@ -47,7 +48,10 @@ def test_every_call_after_it_says_so() -> None:
         for call in (txn.sweep, lambda: txn.score(GROUP.responses), lambda: txn.replay(GROUP.responses)):
             with pytest.raises(TransactionStateError, match="leave the transaction with that error"):
                 call()
+        assert txn.state is TransactionState.BROKEN
         raise caught.value
+    with pytest.raises(TransactionStateError, match="score: the transaction is FAILED"):
+        txn.score(GROUP.responses)
     bench.assert_undone()
     bench.assert_succeeds()
 

@@ -27,18 +27,15 @@ MANY = make_group(61, (7,) * 24)
 """In lanes of 14 tokens: twelve of two branches."""
 
 
-class Moment:
-    """Memory is short for so many calls."""
+class OutOfMemoryThenMistake(Fuse):
+    """Memory runs out at the first call, and the user's own error ends the next."""
 
-    def __init__(self, calls: int, then: type[Exception] | None = None) -> None:
-        self.left, self._then = calls, then
+    def __init__(self) -> None:
+        super().__init__(at_call=0)
 
     def __call__(self, tokens: int) -> None:
-        self.left -= 1
-        if self.left >= 0:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        if self._then is not None:
-            raise self._then
+        super().__call__(tokens)
+        raise Mistake
 
 
 @pytest.mark.parametrize("way", ["score", "replay"])
@@ -163,7 +160,7 @@ def test_shorter_chunks_that_need_too_many_pages_are_told_and_forgotten() -> Non
 
 def test_a_width_is_remembered_once_it_was_seen_to_fit() -> None:
     bench = Bench()
-    with out_of_memory_in_forward(bench.model, Moment(1, then=Mistake)), pytest.raises(Mistake), bench.txn:  # type: ignore[arg-type]
+    with out_of_memory_in_forward(bench.model, OutOfMemoryThenMistake()), pytest.raises(Mistake), bench.txn:
         pass
     assert bench.runtime._engine.narrowing.chunk_tokens is None
     with pytest.raises(CapacityError), bench.runtime.transaction(GROUP.prompt) as txn:
