@@ -42,7 +42,7 @@ FIGURES: tuple[Figure, ...] = (
     ),
     Figure(
         name="gradients-glm5_2", seconds=400, device_gib=122, timed=False,
-        command=f"{_LAYERS} --family glm5_2 --experts 8 --check 16384 12288 8192 --device-cap 120",
+        command=f"{_LAYERS} --family glm5_2 --experts 8 --check 16384 13312 12288 --device-cap 120",
     ),
     Figure(
         name="stress",
@@ -54,15 +54,15 @@ FIGURES: tuple[Figure, ...] = (
         seconds=690, device_gib=8, timed=False,
     ),
     Figure(
-        name="gpu-tests", seconds=620, device_gib=40, timed=False,
-        command="python -m pytest -q -n 6 --durations 12 -m 'gpu and not multi_gpu' tests",
+        name="gpu-tests", seconds=620, device_gib=48, timed=False,
+        command="python -m pytest -q -n 8 --durations 12 -m 'gpu and not multi_gpu' tests",
     ),
     Figure(
         name="memory-growth", command="python -m benchmarks.memory_growth --layers 4 --out {out}", seconds=300,
         device_gib=14, timed=False,
     ),
     Figure(
-        name="memory-growth-36-layers", seconds=200, device_gib=74, timed=False,
+        name="memory-growth-36-layers", seconds=200, device_gib=72, timed=False,
         command=(
             "python -m benchmarks.memory_growth --layers 36 --mode detached --prompt 65536 262144 --host-budget 50GiB "
             "--out {out}"

@@ -14,13 +14,13 @@ from longstraw.runtime.adapter import ModelProfile
 from longstraw.runtime.branches import PackedBranches, check_responses
 from longstraw.runtime.lockstep import Kind
 from longstraw.runtime.memory import is_out_of_memory, release_cached
-from longstraw.runtime.narrowing import Narrowing, shortest_chunk
+from longstraw.runtime.narrowing import Narrowing
 from longstraw.runtime.passes import ForwardPass, HeadRequest, Purpose
 from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.report import Report
 from longstraw.runtime.router_loss import RouterLoss
 from longstraw.runtime.routers import RouterTally
-from longstraw.runtime.sizing import GraphSize, plan_chunks, plan_lanes, wider_half
+from longstraw.runtime.sizing import GraphSize, plan_chunks, plan_lanes, shortest_chunk, wider_half
 from longstraw.runtime.upload import upload
 
 if TYPE_CHECKING:

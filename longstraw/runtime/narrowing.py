@@ -6,17 +6,6 @@ from dataclasses import dataclass, replace
 
 from longstraw.runtime.sizing import GraphSize
 
-_MOST_CHUNKS = 1024
-
-
-def shortest_chunk(rows: int) -> int:
-    """The fewest tokens that memory running out makes of a chunk of so many prompt rows.
-
-    Every chunk reads all pages before it: a long prompt in chunks of a few tokens would seem to hang.
-    """
-    return max(-(-rows // _MOST_CHUNKS), 1)
-
-
 _CALM = 8
 """Transactions without memory running out, after which twice the width is tried again."""
 

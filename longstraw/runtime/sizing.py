@@ -31,6 +31,8 @@ _KEEP_OUTPUT_FROM = {"cuda": 24_576, "cpu": 256}
 channel over the link (50 GB/s; memory on a CPU) against 2 x prompt operations (600 TFLOP/s; 0.1)."""
 
 
+_MOST_CHUNKS = 1024
+
 _OPERATIONS_A_LINK_BYTE = 12_000
 """What a GPU computes while a byte crosses the host's link: 650 TFLOP/s over 55 GB/s."""
 
@@ -130,7 +132,16 @@ def size_lane(
     wanted = min(sum(lengths), _WIDEST.get(device.type, _WIDE_ENOUGH)) if lane_tokens == "auto" else lane_tokens
     needed = min(max(wanted, max(lengths)), sum(lengths))
     enough = max(_WIDE_ENOUGH, hidden_from, max(lengths))
-    return _size(profile, wanted, needed, free, lane_tokens == "auto", checkpoint, logit_block_tokens, enough)
+    least = 1 if lane_tokens == "auto" else wanted
+    return _size(profile, wanted, needed, least, free, checkpoint, logit_block_tokens, enough)
+
+
+def shortest_chunk(rows: int) -> int:
+    """The fewest tokens that little memory, or memory running out, makes of a chunk of so many prompt rows.
+
+    Every chunk reads all pages before it: a long prompt in chunks of a few tokens would seem to hang.
+    """
+    return max(-(-rows // _MOST_CHUNKS), 1)
 
 
 def size_chunk(
@@ -149,28 +160,28 @@ def size_chunk(
         wanted = min(-(-hidden_from // 1_024) * 1_024, _WIDEST.get(device.type, wanted))
     wanted = max(min(wanted, rows), 1)
     enough = max(_WIDE_ENOUGH, hidden_from)
-    return _size(profile, wanted, wanted, free, chunk_tokens == "auto", checkpoint, 0, enough)
+    least = min(shortest_chunk(rows), wanted) if chunk_tokens == "auto" else wanted
+    return _size(profile, wanted, wanted, least, free, checkpoint, 0, enough)
 
 
 def _size(
     profile: ModelProfile,
     wanted: int,
     needed: int,
+    least: int,
     free: int,
-    may_shrink: bool,
     checkpoint: bool | Literal["auto"],
     logit_block_tokens: int,
     enough: int,
 ) -> GraphSize:
-    """`enough`: tokens from which on wider is not worth checkpointing."""
+    """From `least` to `wanted` tokens. `enough`: tokens from which on wider is not worth checkpointing."""
 
     def fits(recompute: bool) -> int:
         return fitting_tokens(profile, free, recompute, logit_block_tokens)
 
     if checkpoint == "auto":
-        checkpoint = fits(False) < (min(needed, enough) if may_shrink else needed)
-    tokens = max(min(wanted, fits(checkpoint)), 1) if may_shrink else wanted
-    return GraphSize(tokens=tokens, checkpoint=checkpoint)
+        checkpoint = fits(False) < (min(needed, enough) if least < wanted else needed)
+    return GraphSize(tokens=max(min(wanted, fits(checkpoint)), least), checkpoint=checkpoint)
 
 
 def plan_lanes(lengths: Sequence[int], lane_tokens: int) -> list[tuple[int, ...]]:

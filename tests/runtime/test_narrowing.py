@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longstraw.runtime.narrowing import Narrowing, shortest_chunk
+from longstraw.runtime.narrowing import Narrowing
 from longstraw.runtime.sizing import GraphSize
 
 
@@ -26,11 +26,6 @@ def test_the_narrower_of_two_is_learned() -> None:
     copy.learn(Narrowing(lane_tokens=9, chunk_tokens=5))
     assert copy == Narrowing(lane_tokens=8, chunk_tokens=5)
     assert narrowing == Narrowing(lane_tokens=8)
-
-
-@pytest.mark.parametrize(("rows", "tokens"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (131_072, 128), (1 << 20, 1024)])
-def test_shortest_chunk(rows: int, tokens: int) -> None:
-    assert shortest_chunk(rows) == tokens
 
 
 def test_twice_the_width_is_tried_after_eight_calm_transactions() -> None:

@@ -11,7 +11,15 @@ import torch
 
 from longstraw.runtime.adapter import ModelProfile
 from longstraw.runtime.layer_spec import LayerSpec
-from longstraw.runtime.sizing import fitting_tokens, pass_bytes, plan_chunks, plan_lanes, size_chunk, size_lane
+from longstraw.runtime.sizing import (
+    fitting_tokens,
+    pass_bytes,
+    plan_chunks,
+    plan_lanes,
+    shortest_chunk,
+    size_chunk,
+    size_lane,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROFILE = ModelProfile(
@@ -126,4 +134,12 @@ def test_chunks_are_no_longer_than_the_prompt() -> None:
     assert size_chunk(PROFILE, 61, free=10**12, chunk_tokens=23, **options).tokens == 23
     assert size_chunk(PROFILE, 0, free=10**12, chunk_tokens="auto", **options).tokens == 1
     assert size_chunk(PROFILE, 10**6, free=10**12, chunk_tokens="auto", **options).tokens == 1_024
-    assert size_chunk(PROFILE, 10**6, free=10**6, chunk_tokens="auto", **options).tokens == 314
+    assert size_chunk(PROFILE, 10**5, free=10**6, chunk_tokens="auto", **options).tokens == 314
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (131_072, 128), (1 << 20, 1024)])
+def test_no_memory_does_not_cut_a_long_prompt_to_pieces(rows: int, tokens: int) -> None:
+    options: dict[str, Any] = {"device": CPU, "checkpoint": "auto", "free": 0}
+    assert shortest_chunk(rows) == tokens
+    assert size_chunk(PROFILE, rows, chunk_tokens="auto", **options).tokens == tokens
+    assert size_chunk(PROFILE, rows, chunk_tokens=1, **options).tokens == 1
