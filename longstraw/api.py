@@ -135,9 +135,9 @@ class Runtime:
 
         Raises TransactionStateError inside a transaction or `accumulate()`.
         """
-        self._engine.close()
-        for engine in self._references.values():
-            engine.close()
+        with ExitStack() as stack:
+            for engine in (*self._references.values(), self._engine):
+                stack.callback(engine.close)
         self._references.clear()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,15 +13,15 @@ from longstraw.errors import CapacityError
 from longstraw.runtime.adapter import ModelProfile
 from longstraw.runtime.branches import PackedBranches, check_responses
 from longstraw.runtime.lockstep import Kind
-from longstraw.runtime.memory import is_out_of_memory, release_cached
-from longstraw.runtime.narrowing import Narrowing
+from longstraw.runtime.memory import is_out_of_memory
 from longstraw.runtime.passes import ForwardPass, HeadRequest, Purpose
 from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.report import Report
 from longstraw.runtime.router_loss import RouterLoss
 from longstraw.runtime.routers import RouterTally
-from longstraw.runtime.sizing import GraphSize, plan_chunks, plan_lanes, shortest_chunk, wider_half
+from longstraw.runtime.sizing import plan_chunks, plan_lanes
 from longstraw.runtime.upload import upload
+from longstraw.runtime.widths import PassWidths
 
 if TYPE_CHECKING:
     from longstraw.runtime.engine import Engine
@@ -43,8 +43,7 @@ class CapturedPrompt:
 
     Attributes:
         state: the pages, once `capture` has run.
-        narrowing: what chunks and lanes keep to because memory ran out.
-        proven: the widths among these at which passes have ended well since.
+        widths: how its chunks, and lanes of branches, are cut.
     """
 
     def __init__(
@@ -61,22 +60,12 @@ class CapturedPrompt:
         report: Report,
     ) -> None:
         self.state: PromptState
+        self.exact = exact
         self._engine, self._owner, self._prompt, self._profile = engine, owner, prompt_P, profile
-        self._row_tokens, self._exact, self._kind, self._report = row_tokens, exact, kind, report
+        self._row_tokens, self._kind, self._report = row_tokens, kind, report
         self._routers = routers
         self._frequencies = engine.adapter.frequencies_key(row_tokens or len(prompt_P))
-        self.narrowing, self.proven = engine.narrowing.copy(), Narrowing()
-        self._shortened_in: str | None = None
-        rows = len(prompt_P) - 1
-        self._shortest = shortest_chunk(rows)
-
-        def within(size: GraphSize) -> GraphSize:
-            return self.narrowing.chunk(size, self._shortest)
-
-        # Read once, before the first graph: lanes must be cut alike in scoring and in replay, or they would round
-        # differently. Out-of-memory retries correct it downwards.
-        size, self._free = engine.size_prompt(profile, rows, exact=exact, within=within)
-        self._chunk_tokens, self._checkpoint = size.tokens, size.checkpoint
+        self.widths = PassWidths(engine, profile, len(prompt_P) - 1, report, exact=exact)
 
     # Capture and sweep, chunk by chunk
 
@@ -84,38 +73,47 @@ class CapturedPrompt:
         """Run the prompt without autograd and fill its pages; in shorter chunks if memory runs out."""
         failure: Exception | None = None
         while True:
+            self._reserve(failure)
             try:
-                self._reserve(failure)
                 self._capture_chunks()
-                self._prove_chunks("capture")
+                self.widths.chunks_fitted("capture")
                 return
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 failure = without_frames(error)
             self._engine.release(self._owner)
-            self._shorten_chunks("capture", failure)
+            self.widths.shorten_chunks("capture", failure)
 
     def _reserve(self, failure: Exception | None) -> None:
         """Pages for the prompt as it is cut now. `failure`: of memory, that made the chunks shorter."""
-        chunks = plan_chunks(len(self._prompt) - 1, self._chunk_tokens)
         try:
-            self.state = self._engine.reserve(self._owner, self._profile, chunks, exact=self._exact)
-        except CapacityError as error:
-            if failure is None:
+            self.state = self._engine.reserve(self._owner, self._profile, self._chunks, exact=self.exact)
+        except Exception as error:
+            if is_out_of_memory(error):
+                # Shorter chunks need as many pages, or more.
+                raise CapacityError(
+                    "out of memory as the device tier's pages for the prompt were reserved. Free device memory, or "
+                    f"lower the budget of the device tier. {error}"
+                ) from error
+            if failure is None or not isinstance(error, CapacityError):
                 raise
             raise CapacityError(
-                f"out of memory in the capture ({failure}); and in chunks of {self._chunk_tokens} tokens, which it was "
-                f"to be run again in, the prompt needs more pages than there are. {error}"
+                f"out of memory in the capture ({failure}); and in chunks of {self.widths.chunk.tokens} tokens, which "
+                f"it was to be run again in, the prompt needs more pages than there are. {error}"
             ) from failure
+
+    @property
+    def _chunks(self) -> list[tuple[int, int]]:
+        return plan_chunks(len(self._prompt) - 1, self.widths.chunk.tokens)
 
     def _capture_chunks(self) -> None:
         engine, report = self._engine, self._report
-        chunks = plan_chunks(len(self._prompt) - 1, self._chunk_tokens)
+        chunks = self._chunks
         report.tier_bytes = self.state.tier_bytes()
         report.kept_output_layers = self.state.kept_output_layers
-        report.chunks, report.chunk_tokens = len(chunks), self._chunk_tokens
-        report.checkpoint_sweep = self._checkpoint and self._exact
+        report.chunks, report.chunk_tokens = len(chunks), self.widths.chunk.tokens
+        report.checkpoint_sweep = self.widths.chunk.checkpoint and self.exact
         if self._routers is not None:
             self._routers.begin_capture()
         phase = engine.lockstep.phase(self._kind, len(chunks))
@@ -145,13 +143,13 @@ class CapturedPrompt:
             if not is_out_of_memory(error):
                 raise
             return without_frames(error)
-        self._prove_chunks("sweep")
+        self.widths.chunks_fitted("sweep")
         return None
 
     def _sweep_chunks(self) -> None:
         engine = self._engine
-        chunks = plan_chunks(len(self._prompt) - 1, self._chunk_tokens)
-        phase = engine.lockstep.phase(Kind.SWEEP, len(chunks), checkpoint=self._checkpoint)
+        chunks = self._chunks
+        phase = engine.lockstep.phase(Kind.SWEEP, len(chunks), checkpoint=self.widths.chunk.checkpoint)
         self._report.checkpoint_sweep = phase.checkpoint
         for start, stop in engine.progress("sweep", chunks[::-1]):
             forward = self._pass(Purpose.SWEEP, [stop - start], prefix_rows=start, checkpoint=phase.checkpoint)
@@ -168,48 +166,14 @@ class CapturedPrompt:
             self._report.add_traffic("sweep", forward.traffic)
         phase.finish()
 
-    def capture_shorter(self, failure: Exception) -> None:
-        """The sweep ran out of memory: capture again in shorter chunks.
+    def capture_again(self) -> None:
+        """Capture anew: the sweep ran out of memory, and chunks have become shorter.
 
         Carried state exists at the old boundaries only. And chunks of another length round differently, which may send
         a token to other experts, or select other keys, than when its state was captured.
         """
         self.state.release()
-        self._shorten_chunks("sweep", failure)
         self.capture()
-
-    def _shorten_chunks(self, phase: str, failure: Exception) -> None:
-        self.refuse_in_lockstep(failure)
-        if self._chunk_tokens <= self._shortest:
-            what = "a single prompt token"
-            if self._chunk_tokens > 1:
-                what = (
-                    f"{self._chunk_tokens} prompt tokens; shorter chunks would read this prompt's pages too often, and "
-                    "are made only if capture.chunk_tokens asks for them"
-                )
-            # A capture keeps no graph that checkpointing could shrink.
-            checkpoint = "set replay.checkpoint: true, " if phase == "sweep" and not self._checkpoint else ""
-            raise CapacityError(
-                f"out of memory in the {phase} of {what}. Free device memory, {checkpoint}or lower the budget of the "
-                f"device tier. {failure}"
-            ) from failure
-        self._report.retries += 1
-        release_cached(self._engine.device)
-        self._chunk_tokens = max((self._chunk_tokens + 1) // 2, self._shortest)
-        self.narrowing.learn(Narrowing(chunk_tokens=self._chunk_tokens))
-        self._shortened_in = phase
-
-    def _prove_chunks(self, phase: str) -> None:
-        """Chunks that were shortened for this phase have gone through it."""
-        if self._shortened_in == phase:
-            self.proven.learn(Narrowing(chunk_tokens=self._chunk_tokens))
-
-    def hand_on(self) -> None:
-        """Let the next transaction keep to the widths of this one, seen to fit or not."""
-        self.proven.learn(self.narrowing)
-
-    def _prove_lanes(self) -> None:
-        self.proven.learn(Narrowing(lane_tokens=self.narrowing.lane_tokens))
 
     def _chunk_inputs(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         device = self._engine.device
@@ -229,7 +193,8 @@ class CapturedPrompt:
     def _run_lanes(self, branches: list[Tensor], purpose: Purpose, phase_name: str) -> list[Tensor]:
         """What the model puts out for the tokens of each branch, [R_i, ...]."""
         found: dict[int, Tensor] = {}
-        pending = deque(self.plan_lanes(branches, self.lane_size(branches)))
+        rows = self.rows(branches)
+        pending = deque(plan_lanes(rows, self.widths.lane(rows).tokens))
         phase = self._engine.lockstep.phase(self._kind, len(pending))
         while pending:
             indices = pending.popleft()
@@ -248,9 +213,9 @@ class CapturedPrompt:
                     self._routers.counted(chosen, forward.routers)
                 parts = packed.split([len(branch) for branch in chosen])
                 found.update(zip(indices, parts, strict=True))
-                self._prove_lanes()
+                self.widths.lane_fitted(graph=False)
                 continue
-            pending = self.narrow(indices, pending, branches, failure)
+            pending = self.widths.narrow(indices, pending, rows, failure)
         phase.finish()
         return [found[i] for i in range(len(branches))]
 
@@ -287,63 +252,12 @@ class CapturedPrompt:
                 raise
             return without_frames(error)
         self.state.gradients_started = True
-        self._prove_lanes()
+        self.widths.lane_fitted(graph=True)
         return None
 
-    def lane_size(self, branches: list[Tensor]) -> GraphSize:
-        """Lane width and checkpointing for these branches."""
-        return self.narrowing.lane(self._engine.lane_size(self._profile, self._rows(branches), self._free))
-
-    def plan_lanes(self, branches: list[Tensor], size: GraphSize) -> list[tuple[int, ...]]:
-        """The branches packed into lanes of that width."""
-        return plan_lanes(self._rows(branches), size.tokens)
-
-    def _rows(self, branches: list[Tensor]) -> list[int]:
+    def rows(self, branches: Sequence[Tensor]) -> list[int]:
         """Tokens of each branch that run: the auxiliary loss wants the last one too."""
         return [len(branch) + (self._routers is not None) for branch in branches]
-
-    def narrow(
-        self,
-        indices: tuple[int, ...],
-        pending: Iterable[tuple[int, ...]],
-        branches: list[Tensor],
-        failure: Exception,
-        *,
-        checkpoint: bool | None = None,
-    ) -> deque[tuple[int, ...]]:
-        """A lane ran out of memory: it and those to come, cut anew to the width of its larger half.
-
-        Args:
-            checkpoint: whether its graph was checkpointed; None for a pass without a graph.
-
-        Raises:
-            CapacityError: it had one branch.
-        """
-        self.refuse_in_lockstep(failure)
-        lengths = self._rows([branches[i] for i in indices])
-        if len(indices) == 1:
-            advice = "set replay.checkpoint: true, " if checkpoint is False else ""
-            raise CapacityError(
-                f"out of memory on a lane of one branch with {lengths[0]} tokens, which cannot be narrowed. Free "
-                f"device memory, {advice}lower replay.logit_block_tokens, or lower the budget of the device tier. "
-                f"{failure}"
-            ) from failure
-        self._report.retries += 1
-        release_cached(self._engine.device)
-        width = wider_half(lengths)
-        self.narrowing.learn(Narrowing(lane_tokens=width))
-        left = [*indices, *(i for lane in pending for i in lane)]
-        lanes = plan_lanes(self._rows([branches[i] for i in left]), width)
-        return deque(tuple(left[i] for i in lane) for lane in lanes)
-
-    def refuse_in_lockstep(self, failure: Exception) -> None:
-        """Raises CapacityError on a rank in lockstep: a pass that is made again would be one too many."""
-        if self._engine.lockstep.collective:
-            self._engine.lockstep.break_off()
-            raise CapacityError(
-                "out of memory while all ranks make the same passes; set replay.lane_tokens or capture.chunk_tokens "
-                f"lower, or replay.checkpoint: true. {failure}"
-            )
 
     def check_branches(self, responses: Sequence[Tensor]) -> list[Tensor]:
         """The responses, checked, int64 [R_i] on the CPU.

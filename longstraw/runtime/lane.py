@@ -116,8 +116,8 @@ class Lane:
             self._on_skip(self.take_packed(), self.forward)
         self.close(LaneState.SKIPPED)
 
-    def upstream(self, loss: Tensor) -> Tensor:
-        """Run the user's part of the graph: the gradient [S, 2] of `loss` at the log-probs and entropies."""
+    def check(self, loss: Tensor) -> None:
+        """Raises TransactionStateError for a loss whose graph does not lead to this lane, or leads to another."""
         if not loss.requires_grad:
             raise TransactionStateError(
                 "lane.backward: the loss has no graph; compute it from lane.logprobs without detaching, and loop over "
@@ -125,23 +125,38 @@ class Lane:
             )
         if self._backward_by_hand:
             raise TransactionStateError(_BACKWARD_BY_HAND)
-        own = [leaf for leaf in (self._leaf, self._aux_leaf) if leaf is not None]
-        if any(_LEAVES.get(id(leaf)) is leaf and not any(leaf is one for one in own) for leaf in leaves(loss)):
+        ends = [leaf for leaf in leaves(loss) if _LEAVES.get(id(leaf)) is leaf]
+        if any(not any(leaf is own for own in self._own) for leaf in ends):
             raise TransactionStateError(
                 "lane.backward: the loss depends on another lane's log-probs as well, and that part of the gradient "
                 "would be lost; detach them, or set replay.lane_tokens so that branches that belong together share a "
                 "lane"
             )
-        loss.backward()  # type: ignore[no-untyped-call]
-        if all(leaf.grad is None for leaf in own):
-            raise TransactionStateError(
-                "lane.backward: the loss does not depend on this lane's log-probs; call lane.skip() to leave it out"
-            )
+        if not ends:
+            raise TransactionStateError(_INDEPENDENT)
+
+    def upstream(self, loss: Tensor) -> Tensor:
+        """Run the user's part of the graph: the gradient [S, 2] of `loss` at the log-probs and entropies.
+
+        An error in it leaves the lane as it was.
+        """
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+            if not self._backward_by_hand:
+                raise TransactionStateError(_INDEPENDENT)
+        except BaseException:
+            for leaf in self._own:
+                leaf.grad = None
+            raise
         return torch.zeros_like(self._leaf) if self._leaf.grad is None else self._leaf.grad
 
     @property
+    def _own(self) -> list[Tensor]:
+        return [leaf for leaf in (self._leaf, self._aux_leaf) if leaf is not None]
+
+    @property
     def _backward_by_hand(self) -> bool:
-        return self._leaf.grad is not None or (self._aux_leaf is not None and self._aux_leaf.grad is not None)
+        return any(leaf.grad is not None for leaf in self._own)
 
     def take_packed(self) -> Tensor:
         """The model's output with its graph, once."""
@@ -177,6 +192,11 @@ class Lane:
 
 _BACKWARD_BY_HAND = (
     "loss.backward() was called by hand: it stops at lane.logprobs and trains nothing; call lane.backward(loss) instead"
+)
+
+
+_INDEPENDENT = (
+    "lane.backward: the loss does not depend on this lane's log-probs; call lane.skip() to leave the lane out"
 )
 
 

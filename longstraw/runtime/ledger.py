@@ -23,14 +23,17 @@ class GradientSums:
 
     def __init__(self) -> None:
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._adding = False
 
     def add(self, sums: Mapping[nn.Parameter, Tensor]) -> None:
         """Take over `sums`; the tensors are not copied."""
+        self._adding = True
         for parameter, gradient in sums.items():
             if parameter in self._sums:
                 self._sums[parameter].add_(gradient)
             else:
                 self._sums[parameter] = gradient
+        self._adding = False
 
     @property
     def any(self) -> bool:
@@ -38,7 +41,15 @@ class GradientSums:
         return bool(self._sums)
 
     def take(self) -> dict[nn.Parameter, Tensor]:
-        """All sums; none are left here."""
+        """All sums; none are left here.
+
+        Raises TransactionStateError if an `add` was interrupted: the sums are no whole transactions' then.
+        """
+        if self._adding:
+            raise TransactionStateError(
+                "accumulate: an error interrupted the end of a transaction, whose gradient was added in part; leave "
+                "the block with that error, and run the step again"
+            )
         sums, self._sums = self._sums, {}
         return sums
 
@@ -54,14 +65,19 @@ def sum_dtype(leaf: Tensor, *, wide: bool) -> torch.dtype:
 
 @torch.no_grad()
 def add_to_gradients(sums: Mapping[nn.Parameter, Tensor]) -> None:
-    """Add each sum to its parameter's `.grad`, rounding to the parameter's dtype once."""
+    """Add each sum to its parameter's `.grad`, rounding to the parameter's dtype once. Uses up the sums.
+
+    All that can run out of memory comes first: then no `.grad` is changed.
+    """
+    first = {p: gradient.to(p.dtype) for p, gradient in sums.items() if p.grad is None}
+    for parameter, gradient in sums.items():
+        if parameter.grad is not None:
+            gradient.add_(parameter.grad)
     for parameter, gradient in sums.items():
         if parameter.grad is None:
-            parameter.grad = gradient.to(parameter.dtype)
-        elif parameter.grad.dtype == gradient.dtype:
-            parameter.grad.add_(gradient)
+            parameter.grad = first[parameter]
         else:
-            parameter.grad.copy_(gradient.add_(parameter.grad))
+            parameter.grad.copy_(gradient)
 
 
 class GradientLedger:
@@ -74,6 +90,9 @@ class GradientLedger:
     Args:
         wide: sum in float32 at least.
         hooked: whether a framework has hooks of its own on the parameters; any hook is the user's else.
+
+    Attributes:
+        arrived: gradients that were summed so far.
     """
 
     def __init__(self, *, wide: bool, hooked: bool = False) -> None:
@@ -83,6 +102,7 @@ class GradientLedger:
         self._hooks: list[_Handle] = []
         weakref.finalize(self, _remove_all, self._hooks)
         self._discarding = False
+        self.arrived = 0
 
     @property
     def begun(self) -> bool:
@@ -120,6 +140,7 @@ class GradientLedger:
         if gradient is None or self._discarding:
             # Autograd calls the hook also where no gradient came: the last layer's queries in the sweep.
             return
+        self.arrived += 1
         total = self._sums.get(parameter)
         if total is None:
             self._sums[parameter] = gradient.to(sum_dtype(parameter, wide=self._wide))

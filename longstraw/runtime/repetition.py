@@ -13,6 +13,7 @@ from longstraw.runtime.ledger import GradientLedger
 from longstraw.runtime.memory import is_out_of_memory
 from longstraw.runtime.passes import Purpose
 from longstraw.runtime.report import Report
+from longstraw.runtime.sizing import plan_lanes
 
 
 class Repetition:
@@ -31,44 +32,62 @@ class Repetition:
         self._captured, self._ledger, self._report = captured, ledger, report
         self._replayed: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._last = 0
+        self._checkpointed = False
 
-    def record(self, branches: Sequence[Tensor], upstream: Sequence[Tensor], worth_N: Tensor | None) -> None:
-        """Note a lane's branches, int64 [R_i], the gradients [R_i, 2] at their log-probs and entropies, and what their
-        routers' probabilities are worth, [N] or nothing."""
+    def record(
+        self, branches: Sequence[Tensor], upstream: Sequence[Tensor], worth_N: Tensor | None, *, checkpoint: bool
+    ) -> None:
+        """Note a lane's branches, int64 [R_i], the gradients [R_i, 2] at their log-probs and entropies, what their
+        routers' probabilities are worth, [N] or nothing, and whether it was checkpointed."""
         self._last = len(branches)
+        self._checkpointed = checkpoint
         self._replayed += ((*pair, worth_N) for pair in zip(branches, upstream, strict=True))
 
-    def run(self, failure: Exception, *, checkpoint: bool | None = None) -> None:
-        """Run every branch again, narrower until it fits.
-
-        Args:
-            failure: of memory; in the backward of the lane that was noted last, or in a sweep.
-            checkpoint: whether that lane was checkpointed; None if it was no lane's.
+    def run_after_lane(self, failure: Exception) -> None:
+        """Run every branch again, after the backward of the lane that was noted last ran out of memory.
 
         Raises:
-            CapacityError: a lane of a single branch does not fit, or the lanes cannot be run again.
+            CapacityError: it cannot be narrowed, or as `require_possible`, or as `run`.
         """
-        self._captured.refuse_in_lockstep(failure)
-        branches = [branch for branch, _, _ in self._replayed]
-        if checkpoint is not None:
-            last = tuple(range(len(branches) - self._last, len(branches)))
-            self._captured.narrow(last, (), branches, failure, checkpoint=checkpoint)
-        if not self.possible:
-            # Whoever tries again finds what this failure taught.
-            self._captured.hand_on()
-            raise CapacityError(
-                "out of memory in a backward pass, and the lanes cannot be run again because a loss reached parameters "
-                f"directly, beside lane.logprobs; set replay.lane_tokens or capture.chunk_tokens lower. {failure}"
-            ) from failure
+        rows = self._rows
+        last = tuple(range(len(rows) - self._last, len(rows)))
+        self._captured.widths.narrow(last, (), rows, failure, checkpoint=self._checkpointed)
+        self.require_possible("the backward pass of a lane", "replay.lane_tokens", failure)
+        self.run()
+
+    def require_possible(self, what: str, setting: str, failure: Exception) -> None:
+        """Raises CapacityError if branches cannot be run again, after `what` ran out of memory, and widths were cut."""
+        if self.possible:
+            return
+        # Whoever tries again is to try what this one would have.
+        self._captured.widths.hand_on()
+        raise CapacityError(
+            f"out of memory in {what}, and the lanes cannot be run again because a loss reached parameters directly, "
+            f"beside lane.logprobs; enter the transaction again, or set {setting} lower. {failure}"
+        ) from failure
+
+    def run(self) -> None:
+        """Run every branch again, narrower until it fits.
+
+        Raises:
+            CapacityError: a lane of a single branch does not fit.
+        """
+        rows, widths = self._rows, self._captured.widths
         while True:
-            size = self._captured.lane_size(branches)
+            size = widths.lane(rows)
+            # There are fewer branches now than the size was first chosen for, and it may not come out wider for that.
+            checkpoint = size.checkpoint or self._checkpointed
             self._ledger.discard()
             self._captured.state.discard_gradients()
-            failed = self._run_lanes(self._captured.plan_lanes(branches, size), size.checkpoint)
+            failed = self._run_lanes(plan_lanes(rows, size.tokens), checkpoint)
             if failed is None:
                 return
             indices, again = failed
-            self._captured.narrow(indices, (), branches, again, checkpoint=size.checkpoint)
+            widths.narrow(indices, (), rows, again, checkpoint=checkpoint)
+
+    @property
+    def _rows(self) -> list[int]:
+        return self._captured.rows([branch for branch, _, _ in self._replayed])
 
     def _run_lanes(self, lanes: list[tuple[int, ...]], checkpoint: bool) -> tuple[tuple[int, ...], Exception] | None:
         """The lane that ran out of memory, and the error."""

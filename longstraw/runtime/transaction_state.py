@@ -62,13 +62,17 @@ class Lifecycle:
             raise TransactionStateError(f"a transaction cannot go from {self.state.value} to {to.value}")
         self.state = to
 
+    def break_off(self, call: str, error: BaseException) -> None:
+        """The call has failed and left part of its gradient, or lost what was there: the transaction can only fail,
+        also if the error is caught and the block goes on."""
+        self._broken = f"{call} failed ({type(error).__name__}: {error}) and left part of its gradient"
+        self.move(TransactionState.BROKEN)
+
     @contextmanager
     def whole_or_broken(self, call: str) -> Iterator[None]:
-        """What fails within has added part of its gradient, or lost what was there: the transaction can only fail,
-        also if the error is caught and the block goes on."""
+        """What fails within breaks the transaction, as `break_off`."""
         try:
             yield
         except BaseException as error:
-            self._broken = f"{call} failed ({type(error).__name__}: {error}) and left part of its gradient"
-            self.move(TransactionState.BROKEN)
+            self.break_off(call, error)
             raise

@@ -162,14 +162,14 @@ def test_a_width_is_remembered_once_it_was_seen_to_fit() -> None:
     bench = Bench()
     with out_of_memory_in_forward(bench.model, OutOfMemoryThenMistake()), pytest.raises(Mistake), bench.txn:
         pass
-    assert bench.runtime._engine.narrowing.chunk_tokens is None
+    assert bench.runtime._engine.narrowing.widths.chunk_tokens is None
     with pytest.raises(CapacityError), bench.runtime.transaction(GROUP.prompt) as txn:
         with out_of_memory_in_forward(bench.model, Fuse(above=8)):
             txn.score(GROUP.responses)
-        helped = txn._captured.narrowing.lane_tokens
+        helped = txn._captured.widths.kept.lane_tokens
         with out_of_memory_in_forward(bench.model, Fuse(above=2)):
             txn.score(GROUP.responses)
-    assert helped == bench.runtime._engine.narrowing.lane_tokens is not None
+    assert helped == bench.runtime._engine.narrowing.widths.lane_tokens is not None
 
 
 def test_wider_passes_are_tried_again_after_a_while() -> None:

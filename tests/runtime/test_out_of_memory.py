@@ -89,7 +89,7 @@ def test_a_loop_over_a_sweep_that_cannot_be_repeated_ends() -> None:
     for tokens in (23, 12):
         with pytest.raises(CapacityError, match="cannot be run again because a loss reached parameters directly"):
             attempt()
-        assert bench.runtime._engine.narrowing.chunk_tokens == (tokens + 1) // 2
+        assert bench.runtime._engine.narrowing.trial.chunk_tokens == (tokens + 1) // 2
     attempt()
     assert bench.txn.report.chunk_tokens == 6
 
@@ -189,7 +189,7 @@ def test_out_of_memory_in_the_sweep_of_one_token_is_a_capacity_error(
                 return unharmed
 
             # What is captured and run again between two sweeps must not meet the fuse.
-            monkeypatch.setattr(txn._repetition, "run", spare(txn._repetition.run))
+            monkeypatch.setattr(txn._replay.repetition, "run", spare(txn._replay.repetition.run))
             monkeypatch.setattr(txn._captured, "_capture_chunks", spare(txn._captured._capture_chunks))
             txn.sweep()
     bench.assert_undone()

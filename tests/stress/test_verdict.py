@@ -22,7 +22,7 @@ from longstraw.pagers.transfer import Transfer
 from longstraw.resident.placement import HolesError, Reservation
 from longstraw.resident.segment import Segment
 from longstraw.resident.store import PageStore
-from longstraw.runtime.captured import CapturedPrompt
+from longstraw.runtime.widths import PassWidths
 from longstraw.stress import Fault, StressOptions, StressResult, loop, run_stress
 from longstraw.stress.faults import ENDS, Armed, UserError
 from longstraw.stress.notes import WARM_ERAS, WARM_STEPS, make_notes
@@ -57,11 +57,11 @@ def test_short_reads_that_end_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_wide_lanes_that_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever pass runs out of memory, the runtime gives up at once."""
 
-    def give_up(self: CapturedPrompt, *given: Any, **more: Any) -> None:
+    def give_up(self: PassWidths, *given: Any, **more: Any) -> None:
         raise CapacityError("out of memory, and that is it")
 
-    monkeypatch.setattr(CapturedPrompt, "narrow", give_up)
-    monkeypatch.setattr(CapturedPrompt, "_shorten_chunks", give_up)
+    monkeypatch.setattr(PassWidths, "narrow", give_up)
+    monkeypatch.setattr(PassWidths, "shorten_chunks", give_up)
     monkeypatch.setattr(loop, "Fault", [Fault.OUT_OF_MEMORY_WIDE])
     result = run(tmp_path, fault_rate=1.0, seed=1)
     words = "out of memory in wide lanes is to be survived, and ended a step: CapacityError"
