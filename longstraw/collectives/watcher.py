@@ -1,4 +1,4 @@
-"""Shows the error of a rank that failed within a pass on the ranks that wait for it in a collective."""
+"""Shows the error of a rank that failed within a pass or a reduction on the ranks that wait for it in a collective."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from longstraw.collectives.ranks import Ranks
 
 BROKEN_NOTICE = "broken"
-"""The notice of a rank that failed within a pass."""
+"""The notice of a rank that failed within a pass or a reduction."""
 
 _SECONDS = 0.5
 _LOG = logging.getLogger("longstraw")
@@ -28,8 +28,8 @@ class FailureWatcher:
             posted = self._ranks.posted(BROKEN_NOTICE)
             if posted is not None:
                 _LOG.critical(
-                    "rank %d failed within a pass, and rank %d waits for it in a collective; start the processes "
-                    "again. Its error: %s",
+                    "rank %d failed within a pass or a reduction, and rank %d waits for it in a collective; start the "
+                    "processes again. Its error: %s",
                     posted[0],
                     self._ranks.rank,
                     posted[1],

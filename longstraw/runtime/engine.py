@@ -163,7 +163,7 @@ class Engine:
             if self.lockstep.collective:
                 # The model's short run is a pass too; here every rank makes it.
                 with self.lockstep.half():
-                    self.adapter.profile()
+                    self._profile()
         except BaseException as error:
             self.leave(error)
             raise

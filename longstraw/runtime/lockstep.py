@@ -7,7 +7,7 @@ most of it; a rank that wants fewer, or another kind, makes empty passes. The st
 A rank that fails between passes tells the others at their next agreement, and all leave the step together: the next
 step works. One that fails within a pass leaves the others in a collective that it will never join. It says so on a
 board, its error is logged on every rank, and the processes have to be started again (a launcher like torchrun ends
-the others as soon as one has gone).
+the others as soon as one has gone). So does one that fails in the reductions after the step has ended on all ranks.
 
 Where passes run no collectives (DDP, ZeRO with a deferred reduction), there are no phases: ranks meet at the end of
 the step only, and look at a board of failures before each pass.
@@ -41,18 +41,21 @@ class Kind(enum.IntEnum):
 class StepState(enum.Enum):
     """IDLE: outside a step. OPEN: within one. FAILED: within one that has failed on some rank.
 
-    BROKEN: a rank failed within a pass, and the ranks' collectives no longer match.
+    ENDED: all ranks have made their passes, and reduce what these gave. BROKEN: a rank failed within a pass or a
+    reduction, and the ranks' collectives no longer match.
     """
 
     IDLE = "IDLE"
     OPEN = "OPEN"
+    ENDED = "ENDED"
     FAILED = "FAILED"
     BROKEN = "BROKEN"
 
 
 MOVES: dict[StepState, frozenset[StepState]] = {
-    StepState.IDLE: frozenset({StepState.OPEN}),
-    StepState.OPEN: frozenset({StepState.FAILED, StepState.IDLE, StepState.BROKEN}),
+    StepState.IDLE: frozenset({StepState.OPEN, StepState.BROKEN}),
+    StepState.OPEN: frozenset({StepState.ENDED, StepState.FAILED, StepState.IDLE, StepState.BROKEN}),
+    StepState.ENDED: frozenset({StepState.IDLE, StepState.BROKEN}),
     StepState.FAILED: frozenset({StepState.IDLE}),
     StepState.BROKEN: frozenset(),
 }
@@ -134,10 +137,12 @@ class Lockstep:
 
         Raises TransactionStateError in a step that has already failed.
         """
+        if self.state is StepState.IDLE:
+            self._look_for_break()
         if self.state is StepState.BROKEN:
             raise TransactionStateError(
-                f"a rank failed within a pass ({self._failure}), and the ranks' collectives no longer match; start the "
-                "processes again"
+                f"a rank failed within a pass or a reduction ({self._failure}), and the ranks' collectives no longer "
+                "match; start the processes again"
             )
         if self.state is StepState.FAILED:
             raise TransactionStateError(
@@ -147,8 +152,8 @@ class Lockstep:
         if self.state is StepState.IDLE:
             self._move(StepState.OPEN)
             self._step += 1
-            if self.collective and self._ranks is not None:
-                self._watcher = FailureWatcher(self._ranks)
+            if self.collective:
+                self._watch()
         self._depth += 1
         return self._depth == 1
 
@@ -180,17 +185,22 @@ class Lockstep:
         if self._ranks is None:
             return has_gradient
         if self.collective:
-            return any(one[1] for one in self._turn(Kind.END, int(has_gradient), False)[1])
-        self._look()
-        return any(one[1] for one in self._exchange(Kind.END, int(has_gradient)))
+            told = self._turn(Kind.END, int(has_gradient), False)[1]
+        else:
+            self._look()
+            told = self._exchange(Kind.END, int(has_gradient))
+            self._watch()
+        self._move(StepState.ENDED)
+        return any(one[1] for one in told)
 
     def fail(self, error: BaseException) -> None:
         """This rank's part of the step has failed: tell the others, which raise with this rank's error."""
-        if self._ranks is None or self.state is not StepState.OPEN:
+        if self._ranks is None or self.state not in (StepState.OPEN, StepState.ENDED):
             return
         text = "".join(traceback.format_exception_only(error)).strip()
         self._failure = RankFailedError(f"rank {self._ranks.rank} failed: {text}")
-        if self.collective and self._running:
+        # After the end no rank asks for another's word any more.
+        if self.state is StepState.ENDED or (self.collective and self._running):
             self._move(StepState.BROKEN)
             self._ranks.post(BROKEN_NOTICE, text)
             return
@@ -252,10 +262,22 @@ class Lockstep:
         assert kinds == {Kind.GO} or Kind.GO not in kinds, f"ranks are in different places: {told}"
         return told
 
+    def _look_for_break(self) -> None:
+        """A rank may have failed in a reduction after this one was through with it."""
+        posted = None if self._ranks is None else self._ranks.posted(BROKEN_NOTICE)
+        if posted is not None:
+            self._move(StepState.BROKEN)
+            self._failure = RankFailedError(f"rank {posted[0]} failed: {posted[1]}")
+
     def _look(self) -> None:
         assert self._ranks is not None
+        if self.state is not StepState.OPEN:
+            return
+        self._look_for_break()
+        if self._failure is not None:
+            raise self._failure
         posted = self._ranks.posted(f"failed-{self._step}")
-        if posted is not None and self.state is StepState.OPEN:
+        if posted is not None:
             # The failing rank waits for all others to take notice.
             self._ranks.exchange(Kind.FAILED)
             self._ranks.exchange_text("")
@@ -267,6 +289,11 @@ class Lockstep:
             f"rank {rank} failed, and with it this step on every rank; nothing was added to .grad. Its error: {text}"
         )
         raise self._failure
+
+    def _watch(self) -> None:
+        """Tell of a rank that breaks off while this one waits for it in a collective."""
+        if self._ranks is not None:
+            self._watcher = FailureWatcher(self._ranks)
 
     def _move(self, to: StepState) -> None:
         assert to in MOVES[self.state], (self.state, to)

@@ -49,14 +49,15 @@ class Transaction:
     ) -> None:
         self._engine = engine
         self._exact, self._score_only, self._reference = exact, score_only, reference
-        self._profile = engine.check_profile(reference=reference)
-        self._prompt = check_prompt(prompt_ids, self._profile.vocab_size)
-        if row_tokens is not None and row_tokens < len(self._prompt):
-            raise ValueError(f"row_tokens={row_tokens} is shorter than the prompt's {len(self._prompt)} tokens")
         self._row_tokens = row_tokens
         self._owner = f"transaction-{next(_NUMBERS)}"
         self._life = Lifecycle()
         self.report = Report()
+        # A copy: it is read again when the transaction is entered, and entered again.
+        self._given = prompt_ids.detach().to("cpu", copy=True) if isinstance(prompt_ids, Tensor) else prompt_ids
+        # In lockstep looking at the model is a pass, and the other ranks hear of an error only once all have entered.
+        if not engine.lockstep.collective:
+            self._check_given()
 
     @property
     def state(self) -> TransactionState:
@@ -69,7 +70,7 @@ class Transaction:
             self._life.move(TransactionState.OPEN)
         self._life.require("entering the transaction", TransactionState.OPEN)
         self._ledger, self._drift = self._engine.open_ledger(), DriftMeter()
-        self.report = Report(gradient="exact" if self._exact else "detached", prompt_tokens=len(self._prompt))
+        self.report = Report(gradient="exact" if self._exact else "detached")
         self._engine.begin_report(self.report)
         self._engine.enter()
         try:
@@ -175,7 +176,7 @@ class Transaction:
     def _capture(self) -> None:
         engine = self._engine
         # The model's mode, or what is trained, may have changed since this was made, or since the last attempt.
-        self._profile = engine.check_profile(reference=self._reference)
+        self._check_given()
         self._weights = engine.watch.now()
         follows = self._profile.no_aux_loss is None and not self._score_only
         self._routers = RouterLoss() if follows else None
@@ -204,6 +205,13 @@ class Transaction:
         )
         self._captured.capture()
         self._life.move(TransactionState.CAPTURED)
+
+    def _check_given(self) -> None:
+        self._profile = self._engine.check_profile(reference=self._reference)
+        self._prompt = check_prompt(self._given, self._profile.vocab_size)
+        self.report.prompt_tokens = len(self._prompt)
+        if self._row_tokens is not None and self._row_tokens < len(self._prompt):
+            raise ValueError(f"row_tokens={self._row_tokens} is shorter than the prompt's {len(self._prompt)} tokens")
 
     # End
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from longstraw import Runtime
-from longstraw.errors import RankFailedError, TransactionStateError
+from longstraw.errors import CapacityError, RankFailedError, TransactionStateError
 from tests.distributed.pool import Pool
 from tests.distributed.steps import (
     UNEQUAL,
@@ -196,5 +196,116 @@ def test_a_rank_that_fails_within_a_pass_shows_its_error_everywhere(tmp_path: Pa
         pool.run(fail_within_a_pass, str(tmp_path / "log"), timeout=60)
     assert time.monotonic() - start < 60
     text = (tmp_path / "log.0").read_text()
-    assert "rank 1 failed within a pass, and rank 0 waits for it" in text
+    assert "rank 1 failed within a pass or a reduction, and rank 0 waits for it" in text
     assert "Mistake: within a pass" in text
+
+
+def fail_in_the_reduction(rank: int, world: int, wrap: str, log: str) -> str:
+    """Rank 1 fails after the step's end was agreed; rank 0 is left in the reduction, and logs why."""
+    logging.getLogger("longstraw").addHandler(logging.FileHandler(f"{log}.{rank}"))
+    function, config = WRAPS[wrap]
+    runtime = Runtime(function(build_kind("qwen3")).model, SMALL | config)
+    if rank == 1:
+
+        def broken(sums: Any) -> None:
+            raise Mistake("in a reduction")
+
+        runtime._engine.sharding.finalize = broken  # type: ignore[method-assign]
+    paged_groups(runtime, groups_of(UNEQUAL, 0)[rank])
+    return "not reached"
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "zero-2"])
+def test_a_rank_that_fails_in_the_reduction_shows_its_error_everywhere(wrap: str, tmp_path: Path) -> None:
+    pool = Pool(2)
+    with pytest.raises(AssertionError, match=r"no answer from ranks \[0\](?s:.*)Mistake: in a reduction"):
+        pool.run(fail_in_the_reduction, wrap, str(tmp_path / "log"), timeout=60)
+    text = (tmp_path / "log.0").read_text()
+    assert "rank 1 failed within a pass or a reduction, and rank 0 waits for it" in text
+    assert "Mistake: in a reduction" in text
+
+
+def fail_behind_the_reduction(rank: int, world: int, wrap: str) -> tuple[str, str]:
+    """Rank 1 fails when rank 0 has its gradient already. What each says to that, and to the next step."""
+    function, config = WRAPS[wrap]
+    runtime = Runtime(function(build_kind("qwen3")).model, SMALL | config)
+    groups = groups_of(UNEQUAL, 0)[rank]
+    if rank == 1:
+        finalize = runtime._engine.sharding.finalize
+
+        def broken(sums: Any) -> None:
+            finalize(sums)
+            raise Mistake("behind a reduction")
+
+        runtime._engine.sharding.finalize = broken  # type: ignore[method-assign]
+    told = ["", ""]
+    for step in range(2):
+        try:
+            paged_groups(runtime, groups)
+        except (Mistake, TransactionStateError) as error:
+            told[step] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    return told[0], told[1]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "zero-2"])
+def test_no_step_follows_a_reduction_that_a_rank_failed_in(wrap: str) -> None:
+    # What breaks ranks stays on their board: not for the ranks that other tests share.
+    (well, refused), (failed, refused_too) = Pool(2).run(fail_behind_the_reduction, wrap)
+    assert (well, failed) == ("", "Mistake: behind a reduction")
+    for told in (refused, refused_too):
+        assert told.startswith("TransactionStateError: a rank failed within a pass or a reduction")
+        assert "Mistake: behind a reduction" in told
+        assert "start the processes again" in told
+
+
+def begin_badly(rank: int, world: int, wrap: str, what: str) -> tuple[str, float]:
+    """Rank 1 cannot begin its only transaction, outside `accumulate()`; then both make a step. What was raised, and
+    the error of that step."""
+    function, config = WRAPS[wrap]
+    held, reference = function(build_kind("qwen3")), build_kind("qwen3")
+    runtime = Runtime(held.model, SMALL | config)
+    mine = groups_of(UNEQUAL, 0)[rank]
+    group, raised = mine[0], ""
+    engine = runtime._engine
+    reserve = engine.reserve
+    if rank == 1 and what == "no room":
+
+        def out_of_memory(owner: str, *args: Any, **kwargs: Any) -> Any:
+            if owner.startswith("transaction"):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return reserve(owner, *args, **kwargs)
+
+        engine.reserve = out_of_memory  # type: ignore[method-assign]
+    prompt = group.prompt - 10**6 if rank == 1 and what == "prompt" else group.prompt
+    try:
+        with runtime.transaction(prompt) as txn:
+            replay_group(txn, group)
+    except (ValueError, CapacityError, RankFailedError) as error:
+        raised = f"{type(error).__name__}: {error}"
+    engine.reserve = reserve  # type: ignore[method-assign]
+    paged_groups(runtime, mine)
+    want, _ = plain_training(reference, UNEQUAL, 1)
+    return raised, max(relative(held.gradients(), want).values())
+
+
+BAD_PROMPT, NO_ROOM = ("prompt", "ValueError: prompt_ids"), ("no room", "CapacityError: out of memory")
+
+
+# Without collectives (ddp) the prompt is looked at before any rank is in a step.
+@pytest.mark.parametrize(
+    ("wrap", "what", "text"),
+    [
+        ("ddp", *NO_ROOM),
+        ("fsdp2", *BAD_PROMPT),
+        ("fsdp2", *NO_ROOM),
+        ("zero-3", *BAD_PROMPT),
+        ("zero-3", *NO_ROOM),
+    ],
+)
+def test_a_transaction_that_a_rank_cannot_begin(two: Pool, wrap: str, what: str, text: str) -> None:
+    (first, error), (second, other) = two.run(begin_badly, wrap, what)
+    assert second.startswith(text)
+    assert first.startswith("RankFailedError: rank 1 failed")
+    assert text in first
+    assert max(error, other) <= 1e-5
