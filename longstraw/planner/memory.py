@@ -123,7 +123,7 @@ def device_memory(
         chunk_layer=swept * again(chunk),
         lane_workspace=int(widest * workspace(lane, _FREED_LANE)),
         chunk_workspace=int(swept * workspace(chunk, _FREED_CHUNK)),
-        logits=logits_bytes(profile, min(config.replay.logit_block_tokens, widest)),
+        logits=logits_bytes(profile, min(config.replay.logit_block_tokens, widest), config.replay.entropy),
         staging=_staging(blueprint, config, state, rows, swept),
         one_lane=len(lane_tokens) == 1,
     )

@@ -24,6 +24,7 @@ from longstraw.runtime.sizing import (
     GraphSize,
     hiding_tokens,
     keep_outputs,
+    logits_bytes,
     plan_chunks,
     plan_lanes,
     size_chunk,
@@ -187,7 +188,7 @@ def make_plan(
         device=DEVICE,
         lane_tokens=config.replay.lane_tokens,
         checkpoint=config.replay.checkpoint,
-        logit_block_tokens=config.replay.logit_block_tokens,
+        logits=logits_bytes(profile, config.replay.logit_block_tokens, config.replay.entropy),
         hidden_from=hidden_from,
     )
     lanes = [[lengths[i] for i in indices] for indices in plan_lanes(lengths, lane.tokens)]

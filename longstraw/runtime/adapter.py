@@ -28,6 +28,8 @@ class ModelProfile:
         largest_layer_bytes: those of them that are kept in the layer that keeps the most.
         hidden_size, vocab_size: of the hidden states and the LM head.
         hidden_dtype: of the hidden states.
+        linear_head: whether the LM head is a linear layer and no more; adapters on it make it a module like any other.
+        softcap: whether the model caps its logits.
         no_aux_loss: why the routers' auxiliary loss is not computed, or None if it is.
     """
 
@@ -38,6 +40,8 @@ class ModelProfile:
     hidden_size: int
     vocab_size: int
     hidden_dtype: torch.dtype
+    linear_head: bool
+    softcap: bool
     no_aux_loss: str | None
 
 

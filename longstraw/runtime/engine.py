@@ -24,7 +24,15 @@ from longstraw.runtime.narrowing import Narrowing
 from longstraw.runtime.peak import DevicePeak
 from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.report import Report
-from longstraw.runtime.sizing import GraphSize, block_rows, hiding_tokens, keep_outputs, size_chunk, size_lane
+from longstraw.runtime.sizing import (
+    GraphSize,
+    block_rows,
+    hiding_tokens,
+    keep_outputs,
+    logits_bytes,
+    size_chunk,
+    size_lane,
+)
 from longstraw.runtime.tiers import build_store
 from longstraw.runtime.trace import build_tracer
 from longstraw.runtime.transaction import Transaction
@@ -263,7 +271,7 @@ class Engine:
             device=self.device,
             lane_tokens=replay.lane_tokens,
             checkpoint=replay.checkpoint,
-            logit_block_tokens=replay.logit_block_tokens,
+            logits=logits_bytes(profile, replay.logit_block_tokens, replay.entropy),
             hidden_from=hiding_tokens(self.sharding.link_bytes_a_parameter()),
         )
 

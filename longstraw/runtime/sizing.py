@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from longstraw.config import AUTO, PagesConfig
+from longstraw.kernels.logprobs import blocks_held
 from longstraw.runtime.adapter import ModelProfile
 
 USABLE = 0.6
@@ -73,10 +74,10 @@ def workspace_bytes(profile: ModelProfile) -> int:
     return max((layer.workspace_bytes for layer in profile.layers), default=0)
 
 
-def logits_bytes(profile: ModelProfile, block_tokens: int) -> int:
-    """Bytes of a block of logits in float32, and of as much again twice: the most that `head_logprobs` has at once,
-    with entropies."""
-    return 3 * 4 * block_tokens * profile.vocab_size
+def logits_bytes(profile: ModelProfile, block_tokens: int, entropy: bool) -> int:
+    """Bytes that the LM head has at once beside its inputs and outputs: some blocks of logits in float32 or float64."""
+    blocks = blocks_held(linear=profile.linear_head, entropy=entropy, softcap=profile.softcap)
+    return blocks * max(profile.hidden_dtype.itemsize, 4) * block_tokens * profile.vocab_size
 
 
 def block_rows(pages: PagesConfig, device: torch.device) -> int:
@@ -93,12 +94,12 @@ def keep_outputs(
     return "never" if setting == AUTO and rows < _KEEP_OUTPUT_FROM[device.type] else setting
 
 
-def fitting_tokens(profile: ModelProfile, free: int, checkpoint: bool, logit_block_tokens: int) -> int:
+def fitting_tokens(profile: ModelProfile, free: int, checkpoint: bool, logits: int) -> int:
     """The most tokens whose graph and workspace fit in `free` bytes; 0 if none do.
 
-    Beside the graph there is a block of logits, and one layer's workspace.
+    Beside the graph there are the LM head's `logits` bytes, of `logits_bytes`, and one layer's workspace.
     """
-    room = int(free * USABLE - logits_bytes(profile, logit_block_tokens))
+    room = int(free * USABLE - logits)
     return max(room // pass_bytes(profile, checkpoint), 0)
 
 
@@ -120,20 +121,20 @@ def size_lane(
     device: torch.device,
     lane_tokens: int | Literal["auto"],
     checkpoint: bool | Literal["auto"],
-    logit_block_tokens: int,
+    logits: int,
     hidden_from: int = 0,
 ) -> GraphSize:
     """Lane width for branches of these lengths: as wide as memory allows, without checkpointing if that is wide enough.
 
     A branch that is longer than the width still gets a lane of its own; it cannot be cut, so "auto" has it checkpointed
-    where it does not fit without. `hidden_from`: of `hiding_tokens`; weights that cross the link are hidden, if need be
-    by checkpointing.
+    where it does not fit without. `logits`: of `logits_bytes`. `hidden_from`: of `hiding_tokens`; weights that cross
+    the link are hidden, if need be by checkpointing.
     """
     wanted = min(sum(lengths), _WIDEST.get(device.type, _WIDE_ENOUGH)) if lane_tokens == "auto" else lane_tokens
     needed = min(max(wanted, max(lengths)), sum(lengths))
     enough = max(_WIDE_ENOUGH, hidden_from, max(lengths))
     least = 1 if lane_tokens == "auto" else wanted
-    return _size(profile, wanted, needed, least, free, checkpoint, logit_block_tokens, enough)
+    return _size(profile, wanted, needed, least, free, checkpoint, logits, enough)
 
 
 def shortest_chunk(rows: int) -> int:
@@ -171,13 +172,13 @@ def _size(
     least: int,
     free: int,
     checkpoint: bool | Literal["auto"],
-    logit_block_tokens: int,
+    logits: int,
     enough: int,
 ) -> GraphSize:
     """From `least` to `wanted` tokens. `enough`: tokens from which on wider is not worth checkpointing."""
 
     def fits(recompute: bool) -> int:
-        return fitting_tokens(profile, free, recompute, logit_block_tokens)
+        return fitting_tokens(profile, free, recompute, logits)
 
     if checkpoint == "auto":
         checkpoint = fits(False) < (min(needed, enough) if least < wanted else needed)

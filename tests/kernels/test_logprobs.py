@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longstraw.kernels.logprobs import head_logprobs, module_logprobs
+from longstraw.kernels.logprobs import blocks_held, head_logprobs, module_logprobs
 from longstraw.kernels.logprobs.naive import naive_logprobs
 from tests.live_bytes import LiveBytes
 
@@ -75,18 +75,34 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     assert hidden.grad is not None
 
 
-@pytest.mark.parametrize(("entropy", "most"), [(False, 2.1), (True, 3.1)])
-def test_blocks_of_logits_are_not_there_together(entropy: bool, most: float) -> None:
-    """In float32 blocks of logits: one, with its exponentials or gradients beside it, however many blocks there are."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("linear", [True, False])
+def test_as_many_blocks_are_there_together_as_is_said(
+    linear: bool, entropy: bool, softcap: float | None, dtype: torch.dtype
+) -> None:
+    """In the wide dtype, with what single operators need beside them, however many blocks a pass has."""
     tokens, hidden, vocabulary, block = 64, 4, 5000, 16
     torch.manual_seed(0)
-    rows = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(vocabulary, hidden, dtype=torch.bfloat16)
+    rows = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
+    head = torch.nn.Linear(hidden, vocabulary, bias=False, dtype=dtype).requires_grad_(False)
     targets = torch.randint(vocabulary, (tokens,))
+    options = {"temperature": 0.9, "block_tokens": block, "entropy": entropy, "softcap": softcap}
     with LiveBytes() as live:
-        out = head_logprobs(rows, weight, None, targets, temperature=0.9, block_tokens=block, entropy=entropy)
-        forward, live.peak = live.peak, live.bytes
+        if linear:
+            out = head_logprobs(rows, head.weight, None, targets, **options)  # type: ignore[arg-type]
+        else:
+            out = module_logprobs(head, rows, targets, **options)  # type: ignore[arg-type]
         out.sum().backward()
-    unit = block * vocabulary * 4
-    assert 1 < forward / unit < most
-    assert 1 < live.peak / unit < most
+    unit = block * vocabulary * (8 if dtype == torch.float64 else 4)
+    said = blocks_held(linear=linear, entropy=entropy, softcap=softcap is not None)
+    assert said - 1 < live.peak / unit < said + 0.1
+
+
+def test_a_gradient_of_the_gradient_is_refused() -> None:
+    head, hidden, targets, _ = inputs(bias=False)
+    out = head_logprobs(hidden, head.weight, None, targets, temperature=1.0, block_tokens=5, entropy=True)
+    (grad,) = torch.autograd.grad(out.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

@@ -13,6 +13,7 @@ from longstraw.runtime.adapter import ModelProfile
 from longstraw.runtime.layer_spec import LayerSpec
 from longstraw.runtime.sizing import (
     fitting_tokens,
+    logits_bytes,
     pass_bytes,
     plan_chunks,
     plan_lanes,
@@ -30,12 +31,19 @@ PROFILE = ModelProfile(
     hidden_size=10,
     vocab_size=100,
     hidden_dtype=torch.float32,
+    linear_head=True,
+    softcap=False,
     no_aux_loss="no experts",
 )
 
 
 def lane(lengths: list[int], free: int, **changes: Any) -> Any:
-    options: dict[str, Any] = {"lane_tokens": "auto", "checkpoint": "auto", "logit_block_tokens": 1, "device": CPU}
+    options: dict[str, Any] = {
+        "lane_tokens": "auto",
+        "checkpoint": "auto",
+        "logits": logits_bytes(PROFILE, 1, entropy=False),
+        "device": CPU,
+    }
     return size_lane(PROFILE, lengths, free=free, **(options | changes))
 
 
@@ -81,7 +89,8 @@ def test_checkpointing_costs_less_memory() -> None:
 
 
 def test_more_memory_never_makes_a_lane_narrower() -> None:
-    sizes = [fitting_tokens(PROFILE, free, False, 1) for free in range(0, 10_000_000, 500_000)]
+    logits = logits_bytes(PROFILE, 1, entropy=False)
+    sizes = [fitting_tokens(PROFILE, free, False, logits) for free in range(0, 10_000_000, 500_000)]
     assert sizes == sorted(sizes)
     assert sizes[0] == 0
     assert sizes[-1] > 1000
@@ -89,8 +98,25 @@ def test_more_memory_never_makes_a_lane_narrower() -> None:
 
 def test_what_fits_is_within_what_is_free() -> None:
     free = 5_000_000
-    tokens = fitting_tokens(PROFILE, free, False, 64)
-    assert 0.55 * free < tokens * (4000 + 50) + 12 * 64 * 100 <= 0.6 * free
+    tokens = fitting_tokens(PROFILE, free, False, logits_bytes(PROFILE, 64, entropy=True))
+    assert 0.55 * free < tokens * (4000 + 50) + 3 * 4 * 64 * 100 <= 0.6 * free
+
+
+@pytest.mark.parametrize(
+    ("changes", "entropy", "blocks"),
+    [
+        ({}, False, 2),
+        ({}, True, 3),
+        ({"softcap": True}, True, 4),
+        ({"linear_head": False}, False, 3),
+        ({"linear_head": False, "softcap": True}, True, 6),
+    ],
+)
+def test_the_head_is_planned_with_its_blocks(changes: dict[str, bool], entropy: bool, blocks: int) -> None:
+    profile = replace(PROFILE, **changes)  # type: ignore[arg-type]
+    assert logits_bytes(profile, 64, entropy) == blocks * 4 * 64 * 100
+    assert logits_bytes(replace(profile, hidden_dtype=torch.bfloat16), 64, entropy) == blocks * 4 * 64 * 100
+    assert logits_bytes(replace(profile, hidden_dtype=torch.float64), 64, entropy) == blocks * 8 * 64 * 100
 
 
 def test_plenty_of_memory_takes_all_branches_without_checkpointing() -> None:
@@ -111,7 +137,7 @@ def test_little_memory_checkpoints_and_narrows() -> None:
 
 def test_a_branch_that_cannot_be_cut_is_checkpointed_where_it_does_not_fit() -> None:
     free = int(6_000 * (4000 + 50) / 0.6) + 12_000
-    assert 5_900 < fitting_tokens(PROFILE, free, False, 1) < 6_100
+    assert 5_900 < fitting_tokens(PROFILE, free, False, logits_bytes(PROFILE, 1, entropy=True)) < 6_100
     assert not lane([4_000] * 3, free).checkpoint
     assert lane([8_000] * 3, free).checkpoint
     assert not lane([8_000] * 3, free, checkpoint=False).checkpoint

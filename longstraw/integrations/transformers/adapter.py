@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from longstraw.errors import TransactionStateError, UnsupportedModelError
 from longstraw.integrations.transformers import attention, checks, rope, routers
 from longstraw.integrations.transformers.families import family_of
-from longstraw.integrations.transformers.head import BehindHead, head_output
+from longstraw.integrations.transformers.head import BehindHead, head_output, is_linear
 from longstraw.integrations.transformers.probe import probe
 from longstraw.runtime.adapter import ModelProfile
 from longstraw.runtime.passes import ForwardPass
@@ -68,6 +68,17 @@ class TransformersAdapter:
     def blocks(self) -> int:
         """How many decoder layers there are."""
         return len(self._blocks)
+
+    @property
+    def linear_head(self) -> bool:
+        """Whether the LM head is a linear layer and no more. Not to be asked within a pass."""
+        head = self._base.get_output_embeddings()
+        return is_linear(head, head.forward)
+
+    @property
+    def softcap(self) -> bool:
+        """Whether the model caps its logits. Not to be asked within a pass."""
+        return self._softcap_key is not None and bool(getattr(self._base.config, self._softcap_key, None))
 
     @contextmanager
     def each_layer(self, around: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,11 @@ class BehindHead:
 
     softcap: float | None = None
     divisor: float = 1.0
+
+
+def is_linear(head: nn.Module, original: Any) -> TypeGuard[nn.Linear]:
+    """Whether `original`, the head's forward, is that of a linear layer: one put on the module itself is not."""
+    return isinstance(head, nn.Linear) and getattr(original, "__func__", None) is nn.Linear.forward
 
 
 def head_output(head: nn.Module, original: Any, hidden_1SE: Tensor, forward: ForwardPass, behind: BehindHead) -> Tensor:
@@ -43,8 +48,7 @@ def head_output(head: nn.Module, original: Any, hidden_1SE: Tensor, forward: For
         "entropy": request.entropy,
         "softcap": behind.softcap,
     }
-    # A forward that somebody put on the module itself is not what its class says.
-    if isinstance(head, nn.Linear) and getattr(original, "__func__", None) is nn.Linear.forward:
+    if is_linear(head, original):
         weight: Tensor = head.weight
         bias: Tensor | None = head.bias
         if torch.is_autocast_enabled(hidden.device.type):

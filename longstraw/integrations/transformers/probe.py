@@ -40,6 +40,8 @@ def probe(adapter: TransformersAdapter, config: Any) -> ModelProfile:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         hidden_dtype=hidden_dtype,
+        linear_head=adapter.linear_head,
+        softcap=adapter.softcap,
         no_aux_loss=adapter.no_aux_loss(),
     )
 
