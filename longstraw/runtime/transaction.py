@@ -105,8 +105,10 @@ class Transaction:
             else:
                 self._fail(failure)
             raise
-        self._engine.end_report(self.report)
-        self._engine.leave(None)
+        try:
+            self._engine.end_report(self.report)
+        finally:
+            self._engine.leave(None)
 
     def score(self, responses: Sequence[Tensor]) -> list[Tensor]:
         """Log-probs of the responses under the captured prompt, without a graph.

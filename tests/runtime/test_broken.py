@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from longstraw.errors import CapacityError, LongstrawError, TransactionStateError
 from longstraw.runtime.transaction_state import TransactionState
@@ -93,4 +97,106 @@ def test_a_loss_that_was_refused_breaks_nothing() -> None:
             with pytest.raises(LongstrawError):
                 lane.backward(lane.logprobs[0].sum().detach())
             lane.backward(lane_loss(GROUP, lane))
+    bench.assert_right(GROUP)
+
+
+@contextmanager
+def mistake_in_forward(bench: Bench, at_call: int) -> Iterator[None]:
+    """Within it the model's second layer raises at one forward pass of its, from 0."""
+    calls = itertools.count()
+
+    def fail(*args: Any) -> None:
+        if next(calls) == at_call:
+            raise Mistake
+
+    hook = bench.model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_that_ends_the_loop_of_replay(number: int) -> None:
+    bench = Bench()
+    with pytest.raises(TransactionStateError, match=r"replay failed \(Mistake.*left part of its gradient"):
+        with bench.txn as txn, mistake_in_forward(bench, number):
+            with pytest.raises(Mistake):
+                replay_group(txn, GROUP)
+            assert txn.state is TransactionState.BROKEN
+    bench.assert_undone()
+    bench.assert_succeeds()
+
+
+def test_another_replay_does_not_make_up_for_it() -> None:
+    bench = Bench()
+    with pytest.raises(Mistake), bench.txn as txn:
+        with mistake_in_forward(bench, 1), pytest.raises(Mistake) as caught:
+            replay_group(txn, GROUP)
+        with pytest.raises(TransactionStateError, match=r"replay: replay failed \(Mistake"):
+            replay_group(txn, GROUP)
+        raise caught.value
+    bench.assert_undone()
+    bench.assert_succeeds()
+
+
+class BreaksBackward(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise Mistake
+
+
+def test_a_loss_that_failed_behind_a_parameters_own_term() -> None:
+    """The term's gradient has arrived when the loss fails, and a second try would add it again."""
+    bench = Bench()
+    with pytest.raises(TransactionStateError, match=r"lane\.backward failed \(Mistake"), bench.txn as txn:
+        for lane in txn.replay(GROUP.responses):
+            # Of two branches of a graph, autograd runs the one that was made last first.
+            failing = BreaksBackward.apply(lane.logprobs[0]).sum()
+            with pytest.raises(Mistake):
+                lane.backward(failing + 3 * bench.model.model.norm.weight.square().sum())
+            assert txn.state is TransactionState.BROKEN
+            break
+    bench.assert_undone()
+    bench.assert_succeeds()
+
+
+def test_a_loss_that_failed_alone_can_be_replaced() -> None:
+    bench = Bench()
+    with bench.txn as txn:
+        for lane in txn.replay(GROUP.responses):
+            with pytest.raises(Mistake):
+                lane.backward(BreaksBackward.apply(lane.logprobs[0]).sum())
+            lane.backward(lane_loss(GROUP, lane))
+    bench.assert_right(GROUP)
+
+
+def test_a_loss_of_parameters_alone_leaves_no_gradient() -> None:
+    bench = Bench()
+    with bench.txn as txn:
+        for lane in txn.replay(GROUP.responses):
+            with pytest.raises(TransactionStateError, match="does not depend on this lane"):
+                lane.backward(bench.model.model.norm.weight.square().sum())
+            lane.backward(lane_loss(GROUP, lane))
+    bench.assert_right(GROUP)
+
+
+def test_lanes_of_an_attempt_that_failed() -> None:
+    bench = Bench()
+    with pytest.raises(Mistake), bench.txn as txn:
+        lanes = txn.replay(GROUP.responses)
+        first = next(lanes)
+        raise Mistake
+    with bench.txn as txn:
+        with pytest.raises(TransactionStateError, match="of an attempt at the transaction that failed"):
+            next(lanes)
+        with pytest.raises(TransactionStateError, match="is over"):
+            first.backward(first.logprobs[0].sum())
+        replay_group(txn, GROUP)
     bench.assert_right(GROUP)

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from longstraw.errors import CapacityError, TransactionStateError
+from longstraw.runtime.engine import Engine
 from longstraw.runtime.ledger import GradientLedger
+from longstraw.runtime.report import DriftMeter, Report
+from longstraw.runtime.transaction_state import TransactionState
 from tests.parity.models import assert_idle, make_group, paged_step, replay_group, settings
 from tests.runtime.bench import GROUP, MODELS, Bench, Mistake
 
@@ -115,6 +118,57 @@ def test_without_the_ledgers_rollback_a_failure_would_show(monkeypatch: pytest.M
             raise Mistake
     with pytest.raises(AssertionError):
         bench.entry.assert_untouched()
+
+
+# The end
+
+
+def test_what_fails_before_the_gradient_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+
+    def fail(meter: DriftMeter) -> None:
+        raise Mistake
+
+    with monkeypatch.context() as patch, pytest.raises(Mistake):
+        patch.setattr(DriftMeter, "result", fail)
+        with bench.txn as txn:
+            txn.score(GROUP.responses)
+            replay_group(txn, GROUP)
+    assert bench.txn.state is TransactionState.FAILED
+    bench.assert_undone()
+    bench.assert_succeeds()
+
+
+def test_what_fails_behind_it_leaves_the_gradient_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+
+    def fail(engine: Engine, report: Report) -> None:
+        raise Mistake
+
+    monkeypatch.setattr(Engine, "end_report", fail)
+    with pytest.raises(Mistake), bench.txn as txn:
+        replay_group(txn, GROUP)
+    assert bench.txn.state is TransactionState.CLOSED
+    assert bench.runtime._engine.lockstep.depth == 0
+    bench.assert_right(GROUP)
+
+
+def test_a_group_that_failed_at_its_end_counts_once_inside_accumulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    other = make_group(20, (3, 1, 4), 5)
+
+    def fail(meter: DriftMeter) -> None:
+        raise Mistake
+
+    with bench.runtime.accumulate():
+        paged_step(bench.runtime, [other])
+        with monkeypatch.context() as patch, pytest.raises(Mistake):
+            patch.setattr(DriftMeter, "result", fail)
+            with bench.txn:
+                replay_group(bench.txn, GROUP)
+        with bench.txn:
+            replay_group(bench.txn, GROUP)
+    bench.assert_right(other, GROUP)
 
 
 # Full tiers

@@ -149,3 +149,36 @@ def test_a_ledger_that_was_dropped_stands_in_nobodys_way() -> None:
     after = GradientLedger(wide=True)
     after.begin([parameter])
     after.rollback()
+
+
+class NoMemory(torch.Tensor):
+    """A gradient for whose sum there is no memory."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func in (torch.Tensor.add_, torch.Tensor.to):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("filled", [True, False], ids=["with a .grad", "without a .grad"])
+def test_running_out_of_memory_on_delivery_changes_no_grad(filled: bool) -> None:
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    first.grad = torch.full((2,), 3.0)
+    if filled:
+        second.grad = torch.full((2,), 5.0)
+    with pytest.raises(torch.OutOfMemoryError):
+        add_to_gradients({first: torch.ones(2), second: torch.ones(2).as_subclass(NoMemory)})
+    assert first.grad.tolist() == [3.0, 3.0]
+    assert second.grad is None if not filled else second.grad.tolist() == [5.0, 5.0]
+
+
+def test_sums_that_an_error_cut_short_are_never_taken() -> None:
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    sums = GradientSums()
+    sums.add({first: torch.ones(1), second: torch.ones(1).as_subclass(NoMemory)})
+    with pytest.raises(torch.OutOfMemoryError):
+        sums.add({first: torch.ones(1), second: torch.ones(1)})
+    with pytest.raises(TransactionStateError, match="interrupted the end of a transaction"):
+        sums.take()
+    assert first.grad is None
