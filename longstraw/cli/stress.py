@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -166,12 +166,12 @@ def _show(result: StressResult, ranks: int) -> None:
     table.add_row("did not fit the budgets, and said so", str(result.refused))
     table.add_row("lanes run again narrower", str(result.retries))
     table.add_row("stalled for pages", f"{result.stall_seconds:.1f} s")
-    warm, end = result.resident_bytes
-    before = approximate_bytes(warm) if warm else "never (too few steps)"
-    table.add_row("process, warm and at the end", f"{before}, {approximate_bytes(end)}")
+    sizes = [approximate_bytes(count) for count in result.resident_bytes]
+    counts = f"open files {_warm_last(result.files)}, threads {_warm_last(result.threads)}"
+    table.add_row("process between runtimes, warm and at the end", f"{_warm_last(sizes)}; {counts}")
     if result.device_bytes[1]:
-        held = (approximate_bytes(count) for count in result.device_bytes)
-        table.add_row("CUDA memory between runtimes, warm and at the end", ", ".join(held))
+        held = [approximate_bytes(count) for count in result.device_bytes]
+        table.add_row("CUDA memory between runtimes, warm and at the end", _warm_last(held))
     table.add_row(
         f"steps compared with plain autograd, {result.dtype}",
         f"{result.compared}, worst {result.worst_error:.1e} {result.worst_parameter} (may be {result.tolerance:.0e})",
@@ -185,6 +185,10 @@ def _show(result: StressResult, ranks: int) -> None:
         console.print("passed: nothing leaked, nothing wrong", style="bold green")
     else:
         console.print(f"FAILED: {len(result.problems)} problems", style="bold red")
+
+
+def _warm_last(pair: Sequence[object]) -> str:
+    return " and ".join(map(str, pair))
 
 
 def _counts(counter: dict[str, int]) -> str:

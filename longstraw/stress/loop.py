@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,8 @@ from longstraw.pagers.nvme import NvmePager
 from longstraw.pagers.run_directory import leftovers
 from longstraw.stress.checks import restore, still_held, touched
 from longstraw.stress.faults import Armed, Fault, UserError, put_in
-from longstraw.stress.notes import WARM_ERAS, WARM_STEPS, make_notes
+from longstraw.stress.growth import WARM_ERAS, Held, grown
+from longstraw.stress.notes import make_notes
 from longstraw.stress.options import StressOptions
 from longstraw.stress.outcome import Outcome, judge, names
 from longstraw.stress.ranks import Together
@@ -33,10 +33,6 @@ STEPS_OF_AN_ERA = 12
 """Steps that one runtime lives for."""
 CLEAR = (CapacityError, PageLostError, RankFailedError, UserError)
 """What a fault may end a step with; which fault with which is judged later. Anything else is a finding."""
-_GROWTH = 256 << 20
-"""Bytes that the process may grow by after it is warm: the allocator's and torch's own caches."""
-_DEVICE_GROWTH = 64 << 20
-"""The same of CUDA memory between runtimes: workspaces that libraries keep."""
 
 Watch = Callable[[StressResult], None]
 
@@ -68,11 +64,12 @@ class _Run:
         # Each rank has faults of its own; what is done together is drawn from the other.
         self.mine = random.Random(f"{options.seed} faults {together.rank}")
         self.shared = random.Random(f"{options.seed} shared")
+        self.eras: list[Held] = []
 
     def go(self) -> StressResult:
         began = time.monotonic()
         budgets = self.options.budgets or self._cut(self._need())
-        process, warm, step, era = psutil.Process(), 0, 0, 0
+        step, era = 0, 0
         while not self.result.problems:
             with self._era(make_settings(self.options, era, budgets)) as runtime:
                 for _ in range(STEPS_OF_AN_ERA):
@@ -81,20 +78,18 @@ class _Run:
                         break
                     self._step(runtime, step)
                     step += 1
-                    warm = process.memory_info().rss if step == WARM_STEPS else warm
                     self.result.seconds = time.monotonic() - began
                     self.watch(self.result)
             era += 1
-            self._check_device(era)
+            self._check_growth()
             if self.together.first(self._over(began, step)):
                 break
             if any(self.together.gather(bool(self.result.problems))):
                 break
-        self._check_growth(warm, process.memory_info().rss)
         self._check_scratch()
         if not self.result.problems:
             self._check_enough()
-        self.result.notes = make_notes(self.result, self.options, steps=step, eras=era, cuda=self.device.type == "cuda")
+        self.result.notes = make_notes(self.result, self.options, eras=era)
         self.result.seconds = time.monotonic() - began
         return self.result
 
@@ -296,20 +291,12 @@ class _Run:
                 "no step ended well in the time that there was: give it more, or shorter prompts"
             )
 
-    def _check_growth(self, warm: int, end: int) -> None:
-        self.result.resident_bytes = (warm, end)
-        if warm and end - warm > max(_GROWTH, warm // 4):
-            self.result.problems.append(f"the process grew from {warm} to {end} bytes after it was warm")
-
-    def _check_device(self, eras: int) -> None:
-        """No runtime is open: what CUDA memory is left is the model, gradients aside."""
+    def _check_growth(self) -> None:
+        """No runtime is open: what is held is the model, gradients aside, and what has leaked."""
         self.inner.zero_grad(set_to_none=True)
-        gc.collect()
-        held = held_device_bytes(self.device)
-        warm = held if eras <= WARM_ERAS else self.result.device_bytes[0]
-        self.result.device_bytes = (warm, held)
-        if held - warm > _DEVICE_GROWTH:
-            self.result.problems.append(f"{held} bytes of CUDA memory are held between runtimes, once it was {warm}")
+        self.eras.append(Held.now(self.device))
+        self.result.held(self.eras[min(len(self.eras), WARM_ERAS) - 1], self.eras[-1])
+        self.result.problems += grown(self.eras)
 
     def _check_scratch(self) -> None:
         self.together.gather(None)  # nobody's tier is open any more
@@ -323,11 +310,6 @@ class _Run:
             for parameter in self.inner.parameters():
                 if parameter.grad is not None:
                     parameter -= 1e-3 * parameter.grad / (1 + parameter.grad.norm())
-
-
-def held_device_bytes(device: torch.device) -> int:
-    """Bytes of tensors that are alive on a CUDA device; 0 on a CPU."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _replay(txn: Any, group: Group, armed: Armed | None, old: list[Tensor] | None = None) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longstraw.runtime.report import Report
+from longstraw.stress.growth import Held
 
 
 @dataclass(kw_only=True)
@@ -31,8 +32,8 @@ class StressResult:
         budgets, peaks: the largest budget of each tier, and the most that one transaction reserved of it.
         fullest: the largest share of its budget that one transaction reserved of each tier.
         dtype: of the model.
-        resident_bytes: of the process, when it was warm and at the end.
-        device_bytes: of CUDA memory between runtimes, when it was warm and at the end; (0, 0) on a CPU.
+        resident_bytes, device_bytes, files, threads: what the process held between runtimes, when it was warm and at
+            the end; `device_bytes` of CUDA memory, (0, 0) on a CPU.
         problems: what must not be; empty in a run that passed.
         notes: what the verdict says nothing about, because it did not happen in this run.
     """
@@ -58,6 +59,8 @@ class StressResult:
     dtype: str = ""
     resident_bytes: tuple[int, int] = (0, 0)
     device_bytes: tuple[int, int] = (0, 0)
+    files: tuple[int, int] = (0, 0)
+    threads: tuple[int, int] = (0, 0)
     budgets: dict[str, int] = field(default_factory=dict)
     peaks: Counter[str] = field(default_factory=Counter)
     fullest: dict[str, float] = field(default_factory=dict)
@@ -79,6 +82,11 @@ class StressResult:
             self.peaks[tier] = max(self.peaks[tier], nbytes)
             if budgets[tier]:
                 self.fullest[tier] = max(self.fullest.get(tier, 0.0), nbytes / budgets[tier])
+
+    def held(self, warm: Held, last: Held) -> None:
+        """Note what the process holds between runtimes."""
+        for what in ("resident_bytes", "device_bytes", "files", "threads"):
+            setattr(self, what, (getattr(warm, what), getattr(last, what)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -15,7 +15,7 @@ from longstraw.pagers import HostPager
 from longstraw.pagers.checksums import Checksums
 from longstraw.resident import PageStore
 from longstraw.runtime.ledger import GradientLedger
-from longstraw.stress import Fault, StressOptions, loop, run_stress
+from longstraw.stress import Fault, StressOptions, growth, loop, run_stress
 from longstraw.stress.faults import UserError
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, where: str) -> dict[str, Any]:
         return {"fault_rate": 1.0, "parity_rate": 1.0, "steps": 40}
     elif where == "leaked device memory":
         held = iter(range(1 << 20, 1 << 40, 48 << 20))
-        monkeypatch.setattr(loop, "held_device_bytes", lambda device: next(held))
+        monkeypatch.setattr(growth, "held_device_bytes", lambda device: next(held))
         monkeypatch.setattr(loop, "STEPS_OF_AN_ERA", 1)
         return {"steps": 6, "fault_rate": 0.0, "parity_rate": 0.0}
     elif where == "a touched gradient":
