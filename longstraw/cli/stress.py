@@ -163,6 +163,8 @@ def _show(result: StressResult, ranks: int) -> None:
     table.add_row("written to the disk (wear)", approximate_bytes(result.disk_written))
     table.add_row("faults that happened", ", ".join(f"{n} {name}" for name, n in result.faults.items() if n) or "none")
     table.add_row("ended by a clear error, then run again", _counts(result.failed_cleanly))
+    if result.failed_elsewhere:
+        table.add_row("ended because another rank failed, then run again", str(result.failed_elsewhere))
     table.add_row("did not fit the budgets, and said so", str(result.refused))
     table.add_row("lanes run again narrower", str(result.retries))
     table.add_row("stalled for pages", f"{result.stall_seconds:.1f} s")
@@ -177,7 +179,7 @@ def _show(result: StressResult, ranks: int) -> None:
         f"{result.compared}, worst {result.worst_error:.1e} {result.worst_parameter} (may be {result.tolerance:.0e})",
     )
     if result.repeated:
-        table.add_row("steps with a flipped byte, compared with their repeat", str(result.repeated))
+        table.add_row("steps with altered bytes, compared with their repeat", str(result.repeated))
     console.print(table)
     for problem in result.problems:
         console.print(f"PROBLEM: {problem}", style="bold red", soft_wrap=True)

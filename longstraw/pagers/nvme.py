@@ -126,9 +126,11 @@ class NvmePager:
     def free(self, extent: Extent) -> None:
         self._extents.free(extent.offset, extent.nbytes)
         if self._sums is not None:
-            # Units that are wholly free now: a bad one must not fail the next write that begins inside it.
+            # Units that are wholly free now: a bad one must not fail the next write that begins inside it. Behind the
+            # last one's end nothing is ever allocated, unless the tier grows: it is whole then as well.
             low, high = self._extents.hole_at(extent.offset)
-            self._sums.forget(-(-low // self._unit) * self._unit, high // self._unit * self._unit)
+            stop = high // self._unit * self._unit if high < self._extents.capacity else self._units_over(low, high)[1]
+            self._sums.forget(-(-low // self._unit) * self._unit, stop)
 
     def view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor | None:
         return None

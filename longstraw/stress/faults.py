@@ -15,11 +15,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from longstraw.errors import CapacityError, PageLostError
 
 Call = Callable[[int, list[Any], int], int]
 _SECTOR = 4096
+_PUT_IN = "put in by the stress run"
 
 
 class Fault(Enum):
@@ -33,8 +35,12 @@ class Fault(Enum):
     WRITE_ERROR = "write error"
     DISK_FULL = "disk full"
     FLIPPED_BYTE = "flipped byte"
+    TRUNCATED_FILE = "truncated file"
     OUT_OF_MEMORY = "out of memory"
     USER_ERROR = "the user's own error"
+    USER_ERROR_IN_BACKWARD = "the user's own error in a loss's backward"
+    USER_ERROR_AFTER_LANES = "the user's own error after the last lane"
+    LATE_RANK = "a rank that comes late"
 
 
 class UserError(Exception):
@@ -50,10 +56,17 @@ ENDS: dict[Fault, tuple[type[Exception], ...]] = {
     Fault.WRITE_ERROR: (PageLostError,),
     Fault.DISK_FULL: (PageLostError, CapacityError),
     Fault.FLIPPED_BYTE: (PageLostError,),
+    Fault.TRUNCATED_FILE: (PageLostError,),
     Fault.OUT_OF_MEMORY: (CapacityError,),
     Fault.USER_ERROR: (UserError,),
+    Fault.USER_ERROR_IN_BACKWARD: (UserError,),
+    Fault.USER_ERROR_AFTER_LANES: (UserError,),
+    Fault.LATE_RANK: (),
 }
 """The errors that a step with this fault may end with. Those with none are to be survived."""
+
+ALTERS = (Fault.FLIPPED_BYTE, Fault.TRUNCATED_FILE)
+"""Faults that change bytes of a file: a step that ends well with one may have trained on them."""
 
 
 @dataclass(kw_only=True)
@@ -76,10 +89,25 @@ class Armed:
             self.happened += due
         return due
 
-    def loss(self) -> None:
-        """Called within the user's loss."""
+    def in_loss(self, logprobs_R: Tensor) -> Tensor:
+        """Called by the user's loss on a response's log-probs: the same values."""
         if self.fault is Fault.USER_ERROR and self.now():
-            raise UserError("put in by the stress run")
+            raise UserError(_PUT_IN)
+        if self.fault is Fault.LATE_RANK and self.now():
+            time.sleep(self.rng.uniform(0, 0.1))
+        if self.fault is Fault.USER_ERROR_IN_BACKWARD:
+            logprobs_R = logprobs_R * 1
+            logprobs_R.register_hook(self._in_backward)
+        return logprobs_R
+
+    def after_lanes(self) -> None:
+        """Called by the user's loop once all lanes of a transaction are done."""
+        if self.fault is Fault.USER_ERROR_AFTER_LANES and self.now():
+            raise UserError(_PUT_IN)
+
+    def _in_backward(self, gradient: Tensor) -> None:
+        if self.now():
+            raise UserError(_PUT_IN)
 
 
 @contextmanager
@@ -90,7 +118,9 @@ def put_in(fault: Fault, model: Any, rng: random.Random, narrow: int) -> Iterato
 
     Disk calls are replaced for the whole process, at the lowest place: under every retry and check of the tiers.
     """
-    armed = Armed(fault=fault, at=rng.randint(0, 6), rng=random.Random(rng.random()), narrow=narrow)
+    # A loop ends once a transaction, and a step has few of them.
+    at = 0 if fault is Fault.USER_ERROR_AFTER_LANES else rng.randint(0, 6)
+    armed = Armed(fault=fault, at=at, rng=random.Random(rng.random()), narrow=narrow)
     with ExitStack() as stack:
         if fault in _READS:
             stack.enter_context(patch.object(os, "preadv", _disk(armed, os.preadv, _READS[fault])))
@@ -106,7 +136,7 @@ def put_in(fault: Fault, model: Any, rng: random.Random, narrow: int) -> Iterato
 def _memory(armed: Armed, tokens: int) -> None:
     # Narrow passes always fit: a wide one has somewhere to go, though not so far that a long prompt takes forever.
     if (armed.fault is Fault.OUT_OF_MEMORY or tokens > armed.narrow) and armed.now():
-        raise torch.OutOfMemoryError("CUDA out of memory. (put in by the stress run)")
+        raise torch.OutOfMemoryError(f"CUDA out of memory. ({_PUT_IN})")
 
 
 def _disk(armed: Armed, call: Call, wrong: Callable[[Armed, Call, int, list[Any], int], int]) -> Call:
@@ -133,9 +163,14 @@ def _flipped(armed: Armed, call: Call, fd: int, data: list[Any], offset: int) ->
     return done
 
 
+def _truncated(armed: Armed, call: Call, fd: int, data: list[Any], offset: int) -> int:
+    os.ftruncate(fd, armed.rng.randint(0, offset // _SECTOR) * _SECTOR)
+    return call(fd, data, offset)
+
+
 def _error(code: int) -> Callable[[Armed, Call, int, list[Any], int], int]:
     def fail(armed: Armed, call: Call, fd: int, data: list[Any], offset: int) -> int:
-        raise OSError(code, f"{os.strerror(code)} (put in by the stress run)")
+        raise OSError(code, f"{os.strerror(code)} ({_PUT_IN})")
 
     return fail
 
@@ -145,6 +180,7 @@ _READS = {
     Fault.SLOW_DISK: _slow,
     Fault.READ_ERROR: _error(errno.EIO),
     Fault.FLIPPED_BYTE: _flipped,
+    Fault.TRUNCATED_FILE: _truncated,
 }
 _WRITES = {
     Fault.SHORT_WRITE: _short,

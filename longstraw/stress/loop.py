@@ -14,25 +14,24 @@ import torch
 from torch import Tensor
 
 from longstraw.api import Runtime
-from longstraw.errors import CapacityError, PageLostError, RankFailedError
+from longstraw.errors import CapacityError, RankFailedError
 from longstraw.pagers.nvme import NvmePager
 from longstraw.pagers.run_directory import leftovers
+from longstraw.stress.attempt import attempt, replay
 from longstraw.stress.checks import restore, still_held, touched
-from longstraw.stress.faults import Armed, Fault, UserError, put_in
+from longstraw.stress.comparison import Gradients, compare, compare_with_autograd
+from longstraw.stress.faults import Armed, Fault, put_in
 from longstraw.stress.growth import WARM_ERAS, Held, grown
 from longstraw.stress.notes import make_notes
 from longstraw.stress.options import StressOptions
 from longstraw.stress.outcome import Outcome, judge, names
 from longstraw.stress.ranks import Together
-from longstraw.stress.reference import make_reference
 from longstraw.stress.result import StressResult
 from longstraw.stress.workload import Group, build_model, largest_group, make_groups, make_settings
-from longstraw.verify import GradientDifference, clone_gradients, compare_gradients, default_tolerance, plain_gradients
+from longstraw.verify import clone_gradients, default_tolerance
 
 STEPS_OF_AN_ERA = 12
 """Steps that one runtime lives for."""
-CLEAR = (CapacityError, PageLostError, RankFailedError, UserError)
-"""What a fault may end a step with; which fault with which is judged later. Anything else is a finding."""
 
 Watch = Callable[[StressResult], None]
 
@@ -104,7 +103,7 @@ class _Run:
         with Runtime(self.model, tiers=[{"kind": "host"}], capture={"keep_attention": "never"}) as runtime:
             group = largest_group(self.options)
             with runtime.accumulate(), runtime.transaction(group.prompt) as txn:
-                _replay(txn, group, None)
+                replay(txn, group)
         self.inner.zero_grad(set_to_none=True)
         return sum(txn.report.tier_bytes.values())
 
@@ -140,11 +139,11 @@ class _Run:
             # A response alone, and a 32nd of a prompt, have somewhere to go.
             narrow = max(self.options.response_tokens, self.options.prompt_tokens // 32)
             with put_in(fault, self.inner, self.mine, narrow) as armed:
-                error = self._attempt(runtime, groups, armed)
+                error = attempt(runtime, groups, armed, self.result)
             self.result.drawn[fault.value] += 1
             self.result.faults[fault.value] += bool(armed.happened)
         else:
-            error = self._attempt(runtime, groups, None)
+            error = attempt(runtime, groups, None, self.result)
         first = self.together.gather(Outcome.of(error, armed))
         failed = any(names(first))
         if failed and not self._ends_well_again(runtime, groups, entry, step, error, armed, first):
@@ -152,11 +151,11 @@ class _Run:
         self.result.steps += 1
         self._check_idle(runtime, "after a step")
         # Every rank knows all prompts and all outcomes: all of them come to the same decision.
-        flipped = not failed and any(outcome.flipped for outcome in first)
+        altered = not failed and any(outcome.altered for outcome in first)
         longest = max(len(group.prompt) for given in everyone for group in given)
-        if compared or (flipped and self.options.parity_rate > 0 and longest <= self.options.parity_tokens):
-            self._compare(everyone, entry, step)
-        elif flipped:
+        if compared or (altered and self.options.parity_rate > 0 and longest <= self.options.parity_tokens):
+            compare_with_autograd(self.inner, everyone, entry, step, self.result)
+        elif altered:
             self._compare_repeat(runtime, groups, entry, step)
         self._update()
 
@@ -164,7 +163,7 @@ class _Run:
         self,
         runtime: Runtime,
         groups: list[Group],
-        entry: Mapping[str, Tensor | None],
+        entry: Gradients,
         step: int,
         error: BaseException | None,
         armed: Armed | None,
@@ -172,9 +171,12 @@ class _Run:
     ) -> bool:
         """Run a step that failed again without a fault, and judge how it failed."""
         if error is not None:
-            self.result.failed_cleanly[type(error).__name__] += 1
+            if isinstance(error, RankFailedError):
+                self.result.failed_elsewhere += 1
+            else:
+                self.result.failed_cleanly[type(error).__name__] += 1
             self._check_undone(runtime, entry, f"after {type(error).__name__}")
-        repeated = self._attempt(runtime, groups, None)
+        repeated = attempt(runtime, groups, None, self.result)
         again = self.together.gather(Outcome.of(repeated, None))
         wrong = judge(error, armed, first, again)
         if wrong is not None:
@@ -199,79 +201,30 @@ class _Run:
                 parameter.grad = noise.to(parameter)
         return clone_gradients(self.inner)
 
-    def _attempt(self, runtime: Runtime, groups: list[Group], armed: Armed | None) -> BaseException | None:
-        """Run a step; the clear error that ended it, or None. Other errors are findings, and raised."""
-        reports = []
-        try:
-            with runtime.accumulate():
-                for group in groups:
-                    with runtime.transaction(group.prompt) as txn:
-                        old = txn.score(group.responses)
-                        _replay(txn, group, armed, old)
-                    reports.append(txn.report)
-        except CLEAR as error:
-            # Its frames would keep the step's tensors alive.
-            return error.with_traceback(None)
-        budgets = {pager.name: pager.budget for pager in runtime._engine.store.pagers}
-        for report in reports:
-            self.result.add(report, budgets)
-        return None
-
     # Checks
 
     def _check_idle(self, runtime: Runtime, when: str) -> None:
         self.result.problems += still_held(runtime, when)
 
-    def _check_undone(self, runtime: Runtime, entry: Mapping[str, Tensor | None], when: str) -> None:
+    def _check_undone(self, runtime: Runtime, entry: Gradients, when: str) -> None:
         self.result.problems += still_held(runtime, when) + touched(self.inner, entry, when)
 
-    def _compare(self, everyone: list[list[Group]], entry: Mapping[str, Tensor | None], step: int) -> None:
-        """Against plain autograd on the groups of every rank, averaged over ranks, on top of what was there before."""
-        reference = make_reference(self.inner)
-        for groups in everyone:
-            for group in groups:
-                prompt = group.prompt.to(self.device)
-                plain_gradients(reference, prompt, [r.to(self.device) for r in group.responses], group.loss)
-        expected: dict[str, Tensor | None] = {}
-        for name, gradient in clone_gradients(reference).items():
-            assert gradient is not None
-            mean = gradient / self.together.world
-            before = entry[name]
-            expected[name] = mean if before is None else mean + before
-        worst = self._worst(clone_gradients(self.inner), expected, f"step {step}")
-        self.result.compared += 1
-        if worst.relative >= self.result.worst_error:
-            self.result.worst_error, self.result.worst_parameter = worst.relative, worst.name
-
-    def _compare_repeat(
-        self, runtime: Runtime, groups: list[Group], entry: Mapping[str, Tensor | None], step: int
-    ) -> None:
-        """A step with a flipped byte that plain autograd cannot judge: against the same step without the fault."""
-        flipped = clone_gradients(self.inner)
+    def _compare_repeat(self, runtime: Runtime, groups: list[Group], entry: Gradients, step: int) -> None:
+        """A step with altered bytes that plain autograd cannot judge: against the same step without the fault."""
+        doubtful = clone_gradients(self.inner)
         restore(self.inner, entry)
-        error = self._attempt(runtime, groups, None)
+        error = attempt(runtime, groups, None, self.result)
         outcomes = self.together.gather(Outcome.of(error, None))
         if any(names(outcomes)):
             self.result.problems.append(
-                f"step {step} ended well with a flipped byte, and without it failed: {error!r}; all ranks: "
+                f"step {step} ended well with altered bytes, and without them failed: {error!r}; all ranks: "
                 f"{names(outcomes)}"
             )
             return
         self._check_idle(runtime, "after a repeat")
         self.result.repeated += 1
-        self._worst(flipped, clone_gradients(self.inner), f"step {step}, in which a byte was flipped unseen")
-
-    def _worst(
-        self, ours: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], where: str
-    ) -> GradientDifference:
-        """The largest difference; a problem if it is more than may be."""
-        worst = compare_gradients(ours, expected)[0]
-        if not worst.relative <= self.result.tolerance:
-            self.result.problems.append(
-                f"{where}: the gradient of {worst.name} is off by {worst.relative:.1e}, more than "
-                f"{self.result.tolerance:.0e} {worst.note}"
-            )
-        return worst
+        where = f"step {step}, in which bytes were altered unseen"
+        compare(doubtful, clone_gradients(self.inner), where, self.result)
 
     def _check_enough(self) -> None:
         """A run that did next to nothing has not passed."""
@@ -310,13 +263,3 @@ class _Run:
             for parameter in self.inner.parameters():
                 if parameter.grad is not None:
                     parameter -= 1e-3 * parameter.grad / (1 + parameter.grad.norm())
-
-
-def _replay(txn: Any, group: Group, armed: Armed | None, old: list[Tensor] | None = None) -> None:
-    for lane in txn.replay(group.responses):
-        losses = []
-        for index, logprobs_R in zip(lane.indices, lane.logprobs, strict=True):
-            if armed is not None:
-                armed.loss()
-            losses.append(group.loss(index, logprobs_R))
-        lane.backward(torch.stack(losses).sum())

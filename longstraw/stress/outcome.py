@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longstraw.errors import CapacityError, RankFailedError
-from longstraw.stress.faults import ENDS, Armed, Fault
+from longstraw.stress.faults import ALTERS, ENDS, Armed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,13 +17,13 @@ class Outcome:
         error: name of the type of what ended it; None if it ended well.
         refused: the error is a CapacityError, of whichever subclass.
         elsewhere: the error says only that another rank failed.
-        flipped: a byte was flipped in it.
+        altered: bytes of a file were altered in it.
     """
 
     error: str | None
     refused: bool
     elsewhere: bool
-    flipped: bool
+    altered: bool
 
     @classmethod
     def of(cls, error: BaseException | None, armed: Armed | None) -> Outcome:
@@ -31,7 +31,7 @@ class Outcome:
             error=None if error is None else type(error).__name__,
             refused=isinstance(error, CapacityError),
             elsewhere=isinstance(error, RankFailedError),
-            flipped=armed is not None and armed.fault is Fault.FLIPPED_BYTE and armed.happened > 0,
+            altered=armed is not None and armed.fault in ALTERS and armed.happened > 0,
         )
 
 

@@ -22,10 +22,12 @@ class StressResult:
         read, written: bytes between tiers and compute.
         disk_written: bytes that the nvme tier gave its disk, the wear.
         drawn, faults: steps that each kind of fault was put into, and those of them in which it happened.
-        failed_cleanly: steps that a fault ended with a clear error; each was run again and then ended well.
+        failed_cleanly: steps that a fault of this rank's ended with a clear error; each was run again and then ended
+            well.
+        failed_elsewhere: steps that failed here because another rank had failed; likewise.
         retries: lanes that ran out of memory and were run narrower.
         compared: steps whose gradients were compared with plain autograd.
-        repeated: steps with a flipped byte that ended well and whose gradients were compared with those of their repeat
+        repeated: steps with altered bytes that ended well and whose gradients were compared with those of their repeat
             without it: prompts too long for plain autograd, or a run that does not ask for it.
         worst_error, worst_parameter, tolerance: of those compared with plain autograd.
         stall_seconds: compute waited for pages.
@@ -49,6 +51,7 @@ class StressResult:
     drawn: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     failed_cleanly: Counter[str] = field(default_factory=Counter)
+    failed_elsewhere: int = 0
     retries: int = 0
     compared: int = 0
     repeated: int = 0

@@ -324,3 +324,17 @@ def test_a_bad_unit_that_was_freed_does_not_fail_the_next_write(tmp_path: Path) 
     pager.read(again, 9, target).wait()
     assert torch.equal(source, target)
     pager.close()
+
+
+def test_a_bad_last_unit_that_the_budget_ends_inside_is_forgotten_too(tmp_path: Path) -> None:
+    pager = NvmePager(tmp_path, 98_304, CPU)
+    extent = pager.allocate(98_304)
+    pager.write(extent, 0, noise(98_304)).wait()
+    os.pwrite(pager._file._buffered, b"bad", 5)
+    os.pwrite(pager._file._buffered, b"bad", 70_000)
+    pager.free(extent)
+    again, source, target = pager.allocate(98_304), noise(98_000, 7), torch.empty(98_000, dtype=torch.uint8)
+    pager.write(again, 9, source).wait()
+    pager.read(again, 9, target).wait()
+    assert torch.equal(source, target)
+    pager.close()

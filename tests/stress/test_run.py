@@ -15,8 +15,8 @@ from longstraw.pagers import HostPager
 from longstraw.pagers.checksums import Checksums
 from longstraw.resident import PageStore
 from longstraw.runtime.ledger import GradientLedger
-from longstraw.stress import Fault, StressOptions, growth, loop, run_stress
-from longstraw.stress.faults import UserError
+from longstraw.stress import Fault, StressOptions, attempt, growth, loop, run_stress
+from longstraw.stress.faults import ENDS, UserError
 
 CPU = torch.device("cpu")
 
@@ -50,11 +50,11 @@ def test_every_fault_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     result = run_stress(options(tmp_path, fault_rate=1.0, parity_rate=0.5), CPU)
     assert result.problems == []
     assert result.steps > 0
-    if fault in (Fault.READ_ERROR, Fault.WRITE_ERROR, Fault.DISK_FULL, Fault.FLIPPED_BYTE):
+    if fault in (Fault.READ_ERROR, Fault.WRITE_ERROR, Fault.DISK_FULL, Fault.FLIPPED_BYTE, Fault.TRUNCATED_FILE):
         assert result.failed_cleanly["PageLostError"] > 0
-    elif fault is Fault.USER_ERROR:
+    elif UserError in ENDS[fault]:
         assert result.failed_cleanly["UserError"] > 0
-    elif fault in (Fault.SHORT_READ, Fault.SHORT_WRITE, Fault.SLOW_DISK):
+    elif fault in (Fault.SHORT_READ, Fault.SHORT_WRITE, Fault.SLOW_DISK, Fault.LATE_RANK):
         assert result.failed_cleanly.keys() <= {"CapacityError"}
         assert result.faults[fault.value] > 0
 
@@ -114,7 +114,7 @@ def test_nothing_done_is_no_pass(tmp_path: Path) -> None:
 
 
 def test_an_error_that_is_not_clear_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "CLEAR", ())
+    monkeypatch.setattr(attempt, "CLEAR", ())
     monkeypatch.setattr(loop, "Fault", [Fault.USER_ERROR])
     with pytest.raises(UserError):
         run_stress(options(tmp_path, fault_rate=1.0), CPU)
