@@ -140,10 +140,13 @@ def _parse_budgets(text: str | None) -> tuple[int, int, int] | None:
 
     if text is None:
         return None
+    parts, wanted = text.split(","), "write three sizes, of the device, host and nvme tiers, such as 2GiB,8GiB,16GiB"
+    if len(parts) != 3:
+        raise ConfigError(f"--budgets {text}: {wanted}")
     try:
-        device, host, disk = (parse_bytes(part) for part in text.split(","))
+        device, host, disk = map(parse_bytes, parts)
     except ValueError as error:
-        raise ConfigError(f"--budgets {text}: {error}; write three sizes, such as 2GiB,8GiB,16GiB") from None
+        raise ConfigError(f"--budgets {text}: {error}; {wanted}") from None
     return device, host, disk
 
 

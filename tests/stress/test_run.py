@@ -169,6 +169,16 @@ def test_command(tmp_path: Path, invoke: Callable[..., Any], monkeypatch: pytest
     assert "PROBLEM" in ended.output
 
 
+@pytest.mark.parametrize(
+    ("budgets", "words"),
+    [("1GiB,2GiB", "--budgets 1GiB,2GiB: write three sizes"), ("1GiB,x,2GiB", "got 'x'; write three sizes")],
+)
+def test_budgets_that_are_none(invoke: Callable[..., Any], budgets: str, words: str) -> None:
+    error = invoke("stress", "--budgets", budgets).exception
+    assert isinstance(error, ConfigError)
+    assert words in str(error)
+
+
 def test_a_run_that_is_stopped_leaves_its_figures(
     tmp_path: Path, invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
