@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from longstraw.errors import ConfigError
+from longstraw.errors import ConfigError, PageLostError
 from longstraw.pagers.protocol import Extent, Pager
 from longstraw.pagers.transfer import Transfer, record
 
@@ -32,15 +32,23 @@ def enabled() -> bool:
 
 
 def poison(pager: Pager, extent: Extent) -> None:
-    """Fill an extent that holds nothing, and that no copy is on its way to, with NaN."""
+    """Fill an extent that holds nothing, and that no copy is on its way to, with NaN.
+
+    Raises PageLostError if its disk does not take that.
+    """
     view = pager.view(extent, 0, extent.nbytes)
     if view is not None:
         view.fill_(POISON)
         return
     source = torch.full((min(extent.nbytes, _PIECE),), POISON, dtype=torch.uint8, device=pager.device)
     filled = record(pager.device)  # the copies go on another stream
-    for at in range(0, extent.nbytes, _PIECE):
-        pager.write(extent, at, source[: min(_PIECE, extent.nbytes - at)], (filled,)).result()
+    try:
+        for at in range(0, extent.nbytes, _PIECE):
+            pager.write(extent, at, source[: min(_PIECE, extent.nbytes - at)], (filled,)).result()
+    except OSError as error:
+        raise PageLostError(
+            f"tier {pager.name}: unused pages could not be filled with NaN ({VARIABLE}=1): {error}"
+        ) from error
 
 
 class Delay:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longstraw.errors import ConfigError
+from longstraw.errors import ConfigError, PageLostError
 from longstraw.pagers import DevicePager, HostPager, NvmePager, PageStream, Request, StagingPool, debug
 from longstraw.pagers.debug import Delay, DelayedPager
 from longstraw.resident import Access, Field, PageStore, Reservation, Segment, State, StateKind
@@ -156,6 +158,19 @@ def test_poison(tmp_path: Path, debugging: None, tier: int) -> None:
     store.release("me")
     for pager in store.pagers:
         pager.close()
+
+
+def test_a_disk_that_does_not_take_the_nan(on_disk: PageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fail)
+        with pytest.raises(PageLostError, match=r"nvme: unused pages .*LONGSTRAW_DEBUG=1.*Input/output error"):
+            on_disk.reserve("me", [Reservation(KV, ROWS)])
+    assert on_disk.pages_in_use() == 0
+    assert all(pager.used == 0 for pager in on_disk.pagers)
+    assert content(on_disk.reserve("me", [Reservation(KV, ROWS)])[0]).isnan().all()
 
 
 def _stream(store: PageStore, segment: Segment):  # type: ignore[no-untyped-def]
