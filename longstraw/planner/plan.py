@@ -11,15 +11,14 @@ from longstraw.errors import CapacityError, ConfigError
 from longstraw.planner.blueprint import Blueprint
 from longstraw.planner.machine import Machine
 from longstraw.planner.memory import DeviceMemory, device_memory
-from longstraw.planner.pages import DEVICE, CountingPager, Traffic, budgets, prompt_state
-from longstraw.planner.seconds import Costs, PhaseCost
-from longstraw.planner.sharding import RankTraffic, Sent, ShardingChoice, rank_memory
+from longstraw.planner.pages import DEVICE, CountingPager, budgets, prompt_state
+from longstraw.planner.phases import is_routed, phase_costs
+from longstraw.planner.seconds import PhaseCost
+from longstraw.planner.sharding import ShardingChoice, rank_memory
 from longstraw.resident.placement import format_bytes
 from longstraw.runtime.beside_pages import device_page_bytes, size_beside_pages
-from longstraw.runtime.passes import ForwardPass, Purpose
 from longstraw.runtime.prompt_state import PromptState
 from longstraw.runtime.reservations import Wish, placed_specs, wishes
-from longstraw.runtime.routers import RouterTally
 from longstraw.runtime.sizing import (
     GraphSize,
     hiding_tokens,
@@ -150,7 +149,7 @@ def make_plan(
     """
     profile, rows = blueprint.profile, workload.prompt - 1
     # The auxiliary loss wants a response's last token too, which predicts nothing.
-    lengths = [workload.response + _routed(blueprint)] * workload.group
+    lengths = [workload.response + is_routed(blueprint)] * workload.group
     exact = config.gradient.prompt == "exact"
     sharding = sharding or ShardingChoice()
     sharding.check(config)
@@ -237,13 +236,8 @@ def make_plan(
             f"{machine.name} usable"
         )
     if timed and plan.problem is None:
-        plan.phases = _phases(plan, state, lanes, chunks, exact)
+        plan.phases = phase_costs(plan, state, lanes, chunks)
     return plan
-
-
-def _routed(blueprint: Blueprint) -> bool:
-    """Whether the routers' auxiliary loss is asked for."""
-    return blueprint.profile.no_aux_loss is None
 
 
 def _boundless(pagers: Sequence[CountingPager]) -> list[CountingPager]:
@@ -268,65 +262,3 @@ def _page_bytes(
         "its gradient": total(held, gradient=True),
         "attention outputs": total(outputs, gradient=False),
     }
-
-
-def _phases(
-    plan: Plan, state: PromptState, lanes: list[list[int]], chunks: Sequence[tuple[int, int]], exact: bool
-) -> dict[str, PhaseCost]:
-    costs, machine = Costs(plan.blueprint, plan.machine, detached=not exact), plan.machine
-    layers = plan.blueprint.profile.layers
-    # Its routers read the last layer's attention, also of prompt tokens.
-    routed = _routed(plan.blueprint)
-    last = [len(layers) - 1] if layers[-1].skips_unused_output and not routed else []
-    known = [number for number, layer in enumerate(layers) if state.keeps_output(layer.index)]
-    # Of one lane its own replay tells the routing.
-    counted = ["count"] if routed and len(lanes) > 1 else []
-    phases = {name: PhaseCost() for name in ("capture", *counted, "replay", "backward", *(["sweep"] if exact else []))}
-    ranks = RankTraffic(plan.blueprint, plan.config, plan.sharding, machine)
-
-    def add(phase: str, forward: ForwardPass, parts: Sequence[tuple[float, float]], *ways: bool) -> None:
-        sent = Sent()
-        traffic = Traffic()
-        for backward in ways:
-            traffic.add(forward.schedule(backward=backward))
-            sent.add(ranks.backward(head=phase == "backward") if backward else ranks.forward())
-        phases[phase].add(sum(count for count, _ in parts), sum(time for _, time in parts), traffic, sent, machine)
-
-    for start, stop in chunks:
-        routers = RouterTally([stop - start], counting=True) if routed else None
-        forward = ForwardPass(Purpose.CAPTURE, [stop - start], state=state, prefix_rows=start, routers=routers)
-        parts = [
-            costs.linear(stop - start, backward=False),
-            costs.mixing([stop - start], start, backward=False, skip=last),
-        ]
-        add("capture", forward, parts, False)
-    rows = chunks[-1][1]
-    for lengths in lanes if counted else ():
-        forward = ForwardPass(Purpose.COUNT, lengths, state=state, prefix_rows=rows)
-        parts = [costs.linear(sum(lengths), backward=False), costs.mixing(lengths, rows, backward=False, skip=[])]
-        add("count", forward, parts, False)
-    for lengths in lanes:
-        tokens = sum(lengths)
-        forward = ForwardPass(Purpose.REPLAY, lengths, state=state, prefix_rows=rows)
-        parts = [costs.linear(tokens, backward=False), costs.head(tokens, backward=False)]
-        add("replay", forward, [*parts, costs.mixing(lengths, rows, backward=False, skip=[])], False)
-        parts = [costs.linear(tokens, backward=True), costs.head(tokens, backward=True)]
-        parts.append(costs.mixing(lengths, rows, backward=True, skip=[]))
-        if plan.lane.checkpoint:
-            parts.append(costs.linear(tokens, backward=False))
-        add("backward", forward, parts, True)
-        state.gradients_started = True
-    for start, stop in reversed(chunks) if exact else ():
-        tokens = stop - start
-        routers = RouterTally([tokens], counting=False) if routed else None
-        forward = ForwardPass(Purpose.SWEEP, [tokens], state=state, prefix_rows=start, routers=routers)
-        parts = [costs.linear(tokens, backward=False), costs.linear(tokens, backward=True)]
-        parts.append(costs.mixing([tokens], start, backward=False, skip=[*last, *known]))
-        parts.append(costs.mixing([tokens], start, backward=True, skip=last))
-        if plan.chunk.checkpoint:
-            parts.append(costs.linear(tokens, backward=False))
-        add("sweep", forward, parts, False, True)
-    if plan.sharding.replicas > 1 or plan.sharding.offload:
-        phases["finalize"] = PhaseCost()
-        phases["finalize"].add(0.0, 0.0, Traffic(), ranks.finalize(), machine)
-    return phases
