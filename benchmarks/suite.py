@@ -45,6 +45,11 @@ class Running:
     beside: set[str]
 
 
+def _hear_interrupts() -> None:
+    """A shell starts what runs in its background deaf to Ctrl-C, and children inherit that; `_stop` asks by it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Suite:
     """Runs figures in their order. `device_gib` is what figures beside one another may take of a GPU in all."""
 
@@ -104,7 +109,7 @@ class Suite:
             words[:1] = [sys.executable, "-m", "longstraw"]
         with (self._out / f"{figure.name}.log").open("wb") as log:
             process = subprocess.Popen(
-                words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_hear_interrupts,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
         beside = {other.figure.name for other in self._running}

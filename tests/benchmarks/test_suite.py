@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,12 @@ def test_a_launcher_is_asked_first_and_ends_ranks_in_groups_of_their_own(tmp_pat
     assert (tmp_path / "launcher.jsonl").read_text() == "ended"
 
 
-def test_a_figure_that_is_stopped_says_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_that_is_stopped_says_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    # As a shell has it for what it starts in the background.
+    here = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, here))
     test = tmp_path / "test_two.py"
     test.write_text("import time\ndef test_a():\n    assert 1 == 2\ndef test_b():\n    time.sleep(60)\n")
     rows = run(tmp_path, Figure(name="tests", command=f"python -m pytest -q -p no:cacheprovider {test}", seconds=5))
